@@ -1,7 +1,8 @@
-"""Generation on vLLM: engines with an explicit life cycle, rollouts from single answers to agents, and servers.
+"""Generation on vLLM: engines with an explicit life cycle, rollouts from single answers to agents,
+and servers.
 
-Nothing here imports the trainer or the weight path. The names below are loaded on first use, so that importing the
-package, as reward workers and the command line do, costs nothing.
+Nothing here imports the trainer or the weight path. The names below are loaded on first use, so
+that importing the package, as reward workers and the command line do, costs nothing.
 """
 
 from importlib import import_module
@@ -17,7 +18,13 @@ _NAMES = {
     "compat.load_balancer": ["LoadBalancer"],
     "compat.nemo.async_worker": ["VllmAsyncGenerationWorker"],
     "compat.nemo.batch": [
-        *("BatchedDataDict", "GenerationConfig", "GenerationDatumSpec", "GenerationInterface", "GenerationOutputSpec"),
+        *(
+            "BatchedDataDict",
+            "GenerationConfig",
+            "GenerationDatumSpec",
+            "GenerationInterface",
+            "GenerationOutputSpec",
+        ),
         "verify_right_padding",
     ],
     "compat.nemo.config": ["VllmConfig", "configure_generation_config"],

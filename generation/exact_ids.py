@@ -1,8 +1,10 @@
-"""Exact token ids: sampled ids are never encoded again, and a prompt begins with all ids that it continues.
+"""Exact token ids: sampled ids are never encoded again, and a prompt begins with all ids that it
+continues.
 
-This module alone decides which answer continues which conversation. Prompts come as ids, as text or as chat messages.
-If text is encoded again, or messages are rendered again, an earlier answer may get different ids, lose its `<think>`
-block, or be left out; training on the result would be training on tokens that were never sampled.
+This module alone decides which answer continues which conversation. Prompts come as ids, as text or
+as chat messages. If text is encoded again, or messages are rendered again, an earlier answer may
+get different ids, lose its `<think>` block, or be left out; training on the result would be
+training on tokens that were never sampled.
 """
 
 import hashlib
@@ -26,34 +28,34 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
-_IGNORED = re.compile(r"[\s�]+")  # in comparisons: whitespace, and the character for bytes that are not text
+# In comparisons: whitespace, and the character for bytes that are not text
+_IGNORED = re.compile(r"[\s�]+")
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)")  # a JSON escape, in the arguments of tool calls
 _ANSWER = "<the answer>"  # in `STAND_IN`
 STAND_IN = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-"""A conversation to render before further messages, where only the template's text after its answer is wanted."""
+"""A conversation to render before further messages, where only the template's text after its answer
+is wanted.
+"""
 
 
 @dataclass
 class Generation:
     """One answer: the ids that were sampled for a prompt.
 
-    Attributes:
-        logprobs: the engine's log-probability (nats) of each sampled token.
-        finish_reason: vLLM's "stop", "length" or "abort"; "error" where there is no answer.
-        error: why the request failed, where a failed request counts as an answer; otherwise empty.
-        weight_version: the policy version that answered; the newest one, if there were several.
-        versions: as in `Trajectory`, counted from the first sampled token.
-        text, prompt_text: the decoded answer and prompt, if prompts come as text.
-        request_id, index: the id of vLLM's output, and the index of its completion.
-        place: (prompt index, sample index), which determine the seed.
-        position: the position of its prompt in the call that asked for it.
-        off_policy: how its sampling parameters differ from those of training, as a sentence; empty if they do not.
-        parent: the answer that its prompt continues; None if there is none.
-        continued: whether another prompt continues it.
-        routes: the experts of each token of prompt and answer except the last, [tokens - 1, layers, experts of a
-            token], if the engine reports them. They are those of the forward pass that computed the keys and values
-            from which the last token was sampled.
-        images, image_spans: the images of its prompt, as in `Trajectory`.
+    Attributes: logprobs: the engine's log-probability (nats) of each sampled token. finish_reason:
+        vLLM's "stop", "length" or "abort"; "error" where there is no answer. error: why the request
+        failed, where a failed request counts as an answer; otherwise empty. weight_version: the
+        policy version that answered; the newest one, if there were several. versions: as in
+        `Trajectory`, counted from the first sampled token. text, prompt_text: the decoded answer
+        and prompt, if prompts come as text. request_id, index: the id of vLLM's output, and the
+        index of its completion. place: (prompt index, sample index), which determine the seed.
+        position: the position of its prompt in the call that asked for it. off_policy: how its
+        sampling parameters differ from those of training, as a sentence; empty if they do not.
+        parent: the answer that its prompt continues; None if there is none. continued: whether
+        another prompt continues it. routes: the experts of each token of prompt and answer except
+        the last, [tokens - 1, layers, experts of a token], if the engine reports them. They are
+        those of the forward pass that computed the keys and values from which the last token was
+        sampled. images, image_spans: the images of its prompt, as in `Trajectory`.
     """
 
     token_ids: list[int]
@@ -78,14 +80,21 @@ class Generation:
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
-            raise ValueError(f"{len(self.token_ids)} sampled tokens cannot have {len(self.logprobs)} log-probabilities")
+            raise ValueError(
+                f"{len(self.token_ids)} sampled tokens cannot have {len(self.logprobs)} "
+                "log-probabilities"
+            )
         place = f"an answer at place {self.place}"
-        self.versions = checked_versions(self.versions or [(self.weight_version, 0)], len(self.token_ids), place)
+        self.versions = checked_versions(
+            self.versions or [(self.weight_version, 0)], len(self.token_ids), place
+        )
         self.weight_version = self.versions[-1][0]
 
     @property
     def ids(self) -> list[int]:
-        """The ids of prompt and answer, which are a prefix of every prompt that continues this answer."""
+        """The ids of prompt and answer, which are a prefix of every prompt that continues this
+        answer.
+        """
         return self.prompt_ids + self.token_ids
 
     @property
@@ -98,7 +107,9 @@ class Generation:
 
 
 def generations_of(output: "RequestOutput", weight_version: int = 0) -> list[Generation]:
-    """Return one `Generation` for each completion of an output. Raises ValueError if log-probabilities are missing."""
+    """Return one `Generation` for each completion of an output. Raises ValueError if
+    log-probabilities are missing.
+    """
     return [
         Generation(
             list(completion.token_ids),
@@ -117,12 +128,17 @@ def generations_of(output: "RequestOutput", weight_version: int = 0) -> list[Gen
 
 
 def sampled_logprobs(completion: Any) -> list[float]:
-    """Return the log-probabilities (nats) of a `CompletionOutput`'s sampled tokens, from vLLM's flat or nested form."""
+    """Return the log-probabilities (nats) of a `CompletionOutput`'s sampled tokens, from vLLM's
+    flat or nested form.
+    """
     token_ids, logprobs = list(completion.token_ids), completion.logprobs
     if logprobs is None or len(logprobs) != len(token_ids):
         count = "no" if logprobs is None else len(logprobs)
-        raise ValueError(f"an output has {count} log-probabilities for {len(token_ids)} tokens: ask for logprobs=0")
-    if token_ids and len(getattr(logprobs, "token_ids", ())) == len(token_ids):  # flat, sampled tokens only
+        raise ValueError(
+            f"an output has {count} log-probabilities for {len(token_ids)} tokens: ask for logprobs=0"
+        )
+    if token_ids and len(getattr(logprobs, "token_ids", ())) == len(token_ids):
+        # flat, sampled tokens only
         return list(logprobs.logprobs)
     return [position[token].logprob for position, token in zip(logprobs, token_ids, strict=True)]
 
@@ -130,8 +146,8 @@ def sampled_logprobs(completion: Any) -> list[float]:
 def joined(chain: Sequence[Generation], masked: Collection[int] = ()) -> Trajectory:
     """Join answers, each of which continues the one before, into one trajectory.
 
-    Mask and log-probability are 0 on the ids between answers, and on answers whose `id()` is in `masked`. Raises
-    ValueError where a prompt does not begin with all ids before it.
+    Mask and log-probability are 0 on the ids between answers, and on answers whose `id()` is in
+    `masked`. Raises ValueError where a prompt does not begin with all ids before it.
     """
     trajectory = Trajectory(
         *chain[0].place,
@@ -145,10 +161,14 @@ def joined(chain: Sequence[Generation], masked: Collection[int] = ()) -> Traject
     for generation in chain:
         prompt, so_far = generation.prompt_ids, trajectory.prompt_ids + trajectory.response_ids
         if prompt[: len(so_far)] != so_far:
-            raise ValueError(f"a prompt of {len(prompt)} ids does not begin with the {len(so_far)} ids before it")
+            raise ValueError(
+                f"a prompt of {len(prompt)} ids does not begin with the {len(so_far)} ids before it"
+            )
         trajectory.extend(prompt[len(so_far) :])
         trajectory.answer_start = len(trajectory.response_ids)
-        trajectory.extend(generation.token_ids, None if id(generation) in masked else generation.logprobs)
+        trajectory.extend(
+            generation.token_ids, None if id(generation) in masked else generation.logprobs
+        )
         trajectory.routes = generation.routes
     mark_versions(trajectory, chain)
     return trajectory
@@ -157,7 +177,8 @@ def joined(chain: Sequence[Generation], masked: Collection[int] = ()) -> Traject
 def mark_versions(trajectory: Trajectory, answers: Iterable[Generation]) -> None:
     """Set the versions of a trajectory's tokens, from those of `answers` that are a part of it.
 
-    Tokens that were not sampled get the version of the answer before them, or, before the first answer, of that one.
+    Tokens that were not sampled get the version of the answer before them, or, before the first
+    answer, of that one.
     """
     ids, prompt = trajectory.prompt_ids + trajectory.response_ids, len(trajectory.prompt_ids)
     versions, covered = list[tuple[int, int]](), prompt
@@ -178,7 +199,8 @@ class History:
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
-        self._by_prompt: dict[str | tuple[int, ...], list[Generation]] = {}  # by text and by ids of prompt and answer
+        # By text and by ids of prompt and answer
+        self._by_prompt: dict[str | tuple[int, ...], list[Generation]] = {}
         self._lengths: set[int] = set()  # of the keys of `_by_prompt`
         self._by_chat: dict[str, list[tuple[Generation, Any]]] = {}
         self._by_position: dict[int, list[Generation]] = {}
@@ -195,21 +217,29 @@ class History:
             self._by_chat.setdefault(_chat_key(messages), []).append((generation, None))
 
     def capture(self, generation: Generation) -> None:
-        """Keep an answer, and link it to the longest earlier answer whose ids are a prefix of its prompt, if any."""
+        """Keep an answer, and link it to the longest earlier answer whose ids are a prefix of its
+        prompt, if any.
+        """
         if (parent := self.before(generation.prompt_ids)) is not None:
             generation.parent, parent.continued = parent, True
         self.add(generation)
 
-    def record(self, messages: Sequence[Message], assistant_message: Message, generation: Generation) -> None:
+    def record(
+        self, messages: Sequence[Message], assistant_message: Message, generation: Generation
+    ) -> None:
         """Note the message that a client was given as the answer to `messages`."""
-        self._by_chat.setdefault(_chat_key(messages), []).append((generation, _identity(assistant_message)))
+        self._by_chat.setdefault(_chat_key(messages), []).append(
+            (generation, _identity(assistant_message))
+        )
 
     def before(self, prompt: str | Sequence[int], position: int | None = None) -> Generation | None:
-        """Return the answer that a prompt continues, the longest whose prompt and answer are a prefix of it; else None.
+        """Return the answer that a prompt continues, the longest whose prompt and answer are a
+        prefix of it; else None.
 
-        An answer may have no text, for example if it is EOS alone; a text prompt then continues it only if it is longer
-        than the answer's prompt, since it would otherwise be the same prompt again. The latest answer at the same
-        `position` of its call is tried first, since a prompt most often continues that one.
+        An answer may have no text, for example if it is EOS alone; a text prompt then continues it
+        only if it is longer than the answer's prompt, since it would otherwise be the same prompt
+        again. The latest answer at the same `position` of its call is tried first, since a prompt
+        most often continues that one.
         """
         key = prompt if isinstance(prompt, str) else tuple(prompt)
 
@@ -223,12 +253,17 @@ class History:
             if not generation.continued and fits(generation):
                 return generation
         for length in sorted((n for n in list(self._lengths) if n <= len(key)), reverse=True):
-            if equal := [generation for generation in self._by_prompt.get(key[:length], []) if fits(generation)]:
+            if equal := [
+                generation for generation in self._by_prompt.get(key[:length], []) if fits(generation)
+            ]:
                 return _nearest(equal, position)
         return None
 
-    def known_prefix(self, messages: Sequence[Message], position: int | None = None) -> "KnownPrefix | None":
-        """Return the longest prefix of `messages` that ends with a recorded answer; None if no answer was recorded.
+    def known_prefix(
+        self, messages: Sequence[Message], position: int | None = None
+    ) -> "KnownPrefix | None":
+        """Return the longest prefix of `messages` that ends with a recorded answer; None if no
+        answer was recorded.
 
         `position` is as in `before`.
         """
@@ -236,19 +271,26 @@ class History:
             if (message := messages[count - 1]).get("role") == "assistant":
                 answers = self._by_chat.get(_chat_key(messages[: count - 1]), [])
                 key = _identity(message)
-                equal = [g for g, noted in answers if (echoes(message, g.text) if noted is None else noted == key)]
+                equal = [
+                    g
+                    for g, noted in answers
+                    if (echoes(message, g.text) if noted is None else noted == key)
+                ]
                 if equal:
                     answer = _nearest(equal, position)
                     return KnownPrefix(answer.ids, count, answer)
         return None
 
     def trajectories(self) -> list[Trajectory]:
-        """Return one trajectory for each answer that no other continues, in the order in which these were added.
+        """Return one trajectory for each answer that no other continues, in the order in which
+        these were added.
 
-        Where conversations branch after common answers, all their trajectories contain these answers, but all except
-        the first mask them, so that the masks sum to the number of sampled tokens.
+        Where conversations branch after common answers, all their trajectories contain these
+        answers, but all except the first mask them, so that the masks sum to the number of sampled
+        tokens.
         """
-        trajectories, included = [], set[int]()  # `id()` of the answers that a trajectory contains already
+        # `id()` of the answers that a trajectory contains already
+        trajectories, included = [], set[int]()
         for last in self.generations:
             if not last.continued:
                 trajectories.append(joined(last.chain, included))
@@ -259,8 +301,9 @@ class History:
 def _nearest(answers: list[Generation], position: int | None) -> Generation:
     """Return the one of several equal answers that a prompt at `position` continues.
 
-    Samples of one prompt can be equal. Each is continued once, and preferably at the same position of its call.
-    Positions alone would not tell samples apart: they change where a sampler leaves out finished conversations.
+    Samples of one prompt can be equal. Each is continued once, and preferably at the same position
+    of its call. Positions alone would not tell samples apart: they change where a sampler leaves
+    out finished conversations.
     """
     waiting = [answer for answer in answers if not answer.continued]
     same_position = [answer for answer in waiting or answers if answer.position == position]
@@ -275,8 +318,15 @@ def _identity(message: Message) -> Any:
     calls = [call.get("function") or call for call in message.get("tool_calls") or []]
     called = [[call.get("name"), parsed_arguments(call.get("arguments"))] for call in calls]
     content = message.get("content")
-    images = [] if content is None or isinstance(content, str) else [part for part in content if _is_image(part)]
-    digests = [hashlib.sha256(json.dumps(part, sort_keys=True, default=repr).encode()).hexdigest() for part in images]
+    images = (
+        []
+        if content is None or isinstance(content, str)
+        else [part for part in content if _is_image(part)]
+    )
+    digests = [
+        hashlib.sha256(json.dumps(part, sort_keys=True, default=repr).encode()).hexdigest()
+        for part in images
+    ]
     return [message.get("role"), content_text(content), called, *digests]
 
 
@@ -289,7 +339,9 @@ def _chat_key(messages: Sequence[Message]) -> str:
 
 
 def echoes(message: Message, text: str) -> bool:
-    """Return True if an assistant's message was made from a sampled text: its text, its end, or its tool calls."""
+    """Return True if an assistant's message was made from a sampled text: its text, its end, or its
+    tool calls.
+    """
     content = content_text(message.get("content")).strip()
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     for function in calls:  # name and arguments distinguish one sample's call from another's
@@ -319,11 +371,12 @@ class KnownPrefix:
 
 
 class ChatHistory(History):
-    """A history of conversations in messages. An answer is recognised by the messages before it and by its content,
-    whichever client sends it back, and in whichever form.
+    """A history of conversations in messages. An answer is recognised by the messages before it and
+    by its content, whichever client sends it back, and in whichever form.
 
-    `retemplated` counts the prompts whose exact ids could not be kept, because the template does not show where an
-    answer ends, or because tools have changed. They get the template's ids, and so begin a trajectory of their own.
+    `retemplated` counts the prompts whose exact ids could not be kept, because the template does
+    not show where an answer ends, or because tools have changed. They get the template's ids, and
+    so begin a trajectory of their own.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int] = ()) -> None:
@@ -335,10 +388,14 @@ class ChatHistory(History):
     def prompt_ids(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, **template_kwargs: Any
     ) -> list[int]:
-        """Return the ids of the next prompt: exact ids up to the last recorded answer, then the template's."""
+        """Return the ids of the next prompt: exact ids up to the last recorded answer, then the
+        template's.
+        """
 
         def render(part: Sequence[Message], **kwargs: Any) -> list[int]:
-            text = chat_form(self._tokenizer).render(clean_messages(list(part)), tools=tools or None, **kwargs)
+            text = chat_form(self._tokenizer).render(
+                clean_messages(list(part)), tools=tools or None, **kwargs
+            )
             return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
         rendered_ids = render(messages, add_generation_prompt=True, **template_kwargs)
@@ -349,21 +406,29 @@ class ChatHistory(History):
         return self.continued(replace(prefix, rendered=rendered), rendered_ids)
 
     def continued(self, prefix: KnownPrefix, rendered: Sequence[int]) -> list[int]:
-        """Return the prompt that the template renders as `rendered`, with the exact ids of `prefix` where possible."""
+        """Return the prompt that the template renders as `rendered`, with the exact ids of `prefix`
+        where possible.
+        """
         try:
-            return replace_prefix_tokens(self._tokenizer, prefix.ids, prefix.rendered, rendered, self._ends)
+            return replace_prefix_tokens(
+                self._tokenizer, prefix.ids, prefix.rendered, rendered, self._ends
+            )
         except ValueError:
             self.retemplated += 1
             return list(rendered)
 
 
 def content_text(content: Any) -> str:
-    """Return the text of a message's content, which is text, None, a list of parts, or a tool's JSON value."""
+    """Return the text of a message's content, which is text, None, a list of parts, or a tool's
+    JSON value.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, Iterable) or isinstance(content, Mapping):
         return json.dumps(content, sort_keys=True, default=repr)
-    return "".join(part.get("text") or "" if isinstance(part, Mapping) else str(part) for part in content)
+    return "".join(
+        part.get("text") or "" if isinstance(part, Mapping) else str(part) for part in content
+    )
 
 
 def parsed_arguments(arguments: Any) -> Any:
@@ -374,28 +439,38 @@ def parsed_arguments(arguments: Any) -> Any:
     return arguments
 
 
-def encode_following(tokenizer: Any, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> list[int]:
-    """Return the ids that a chat template writes after any answer: its end, the messages, and the next answer's header.
+def encode_following(
+    tokenizer: Any, messages: Sequence[Message], template_kwargs: Mapping[str, Any]
+) -> list[int]:
+    """Return the ids that a chat template writes after any answer: its end, the messages, and the
+    next answer's header.
 
     They do not depend on the conversation before, so that `STAND_IN` is rendered in its place.
     """
-    rendered = chat_form(tokenizer).render([*STAND_IN, *clean_messages(list(messages))], **template_kwargs)
+    rendered = chat_form(tokenizer).render(
+        [*STAND_IN, *clean_messages(list(messages))], **template_kwargs
+    )
     return list(tokenizer(following(rendered), add_special_tokens=False)["input_ids"])
 
 
 def following(rendered: str) -> str:
-    """Return the text after the answer in a chat template's rendering of `STAND_IN` and further messages.
+    """Return the text after the answer in a chat template's rendering of `STAND_IN` and further
+    messages.
 
     Raises ValueError if the template does not render the answer unchanged.
     """
     _, answer, text = rendered.partition(_ANSWER)
     if not answer:
-        raise ValueError("the chat template does not render an assistant's answer unchanged, so no turn can follow it")
+        raise ValueError(
+            "the chat template does not render an assistant's answer unchanged, so no turn can follow it"
+        )
     return text
 
 
 def without_second_end(last_id: int, added: list[int], ends: Collection[int | None]) -> list[int]:
-    """Return the template's ids `added` after `last_id`, without the answer's end if `last_id` already ends it."""
+    """Return the template's ids `added` after `last_id`, without the answer's end if `last_id`
+    already ends it.
+    """
     return added[1:] if added and added[0] in ends and last_id in ends else added
 
 
@@ -406,26 +481,29 @@ def replace_prefix_tokens(
     template_token_ids: Sequence[int],
     eos_token_ids: Collection[int] | None = None,
 ) -> list[int]:
-    """Return the prompt of the next turn: the exact ids so far, then the template's ids after the last answer.
+    """Return the prompt of the next turn: the exact ids so far, then the template's ids after the
+    last answer.
 
-    The answer ends once, with the sampled end or, if the answer was cut short, with the template's. Everything after
-    the end comes from the template.
+    The answer ends once, with the sampled end or, if the answer was cut short, with the template's.
+    Everything after the end comes from the template.
 
-    Args:
-        tokenizer: has `eos_token_id`, and `decode`, by which messages and ids are compared; without it they are not.
-        model_prefix_token_ids: a prompt and the ids sampled for it. If empty, the template's ids are returned.
-        template_prefix_token_ids: the template's ids of the messages up to and including the last answer, without a
-            generation prompt.
+    Args: tokenizer: has `eos_token_id`, and `decode`, by which messages and ids are compared;
+        without it they are not. model_prefix_token_ids: a prompt and the ids sampled for it. If
+        empty, the template's ids are returned. template_prefix_token_ids: the template's ids of the
+        messages up to and including the last answer, without a generation prompt.
         template_token_ids: the template's ids of all messages, with the generation prompt.
         eos_token_ids: ids that end an answer; by default the tokenizer's.
 
-    Raises ValueError where the messages do not belong to the ids, or the end of the last answer cannot be found.
+    Raises ValueError where the messages do not belong to the ids, or the end of the last answer
+    cannot be found.
     """
     if not model_prefix_token_ids:
         return list(template_token_ids)
     ends = eos_token_ids or tokenizer.eos_token_id
     if ends is None:
-        raise ValueError("the tokenizer has no EOS token, so the end of an answer is not known: pass eos_token_ids")
+        raise ValueError(
+            "the tokenizer has no EOS token, so the end of an answer is not known: pass eos_token_ids"
+        )
     ends = frozenset([ends] if isinstance(ends, int) else ends)
     turns = _Turns(tokenizer, ends, template_prefix_token_ids, template_token_ids)
     turns.check_history_of(model_prefix_token_ids)
@@ -435,11 +513,16 @@ def replace_prefix_tokens(
 class _Turns:
     """Two renderings of one conversation: up to its last answer, and to its end.
 
-    Segments are the ids between two EOS tokens; the last segment follows the last EOS token, and may be empty.
+    Segments are the ids between two EOS tokens; the last segment follows the last EOS token, and
+    may be empty.
     """
 
     def __init__(
-        self, tokenizer: Any, ends: frozenset[int], until_answer: Sequence[int], rendered_ids: Sequence[int]
+        self,
+        tokenizer: Any,
+        ends: frozenset[int],
+        until_answer: Sequence[int],
+        rendered_ids: Sequence[int],
     ) -> None:
         self._decode = getattr(tokenizer, "decode", None)
         self._ends = ends
@@ -448,16 +531,19 @@ class _Turns:
         self._template_words = set(re.findall(r"\w+", template if isinstance(template, str) else ""))
         *self._rendered, after = self._segments(until_answer)
         if not self._rendered:
-            reason = "the chat template writes no EOS token after answers, so the exact ids cannot be kept"
+            reason = (
+                "the chat template writes no EOS token after answers, so the exact ids cannot be kept"
+            )
             raise ValueError(f"{reason}; its rendering ends with {self._text(after)[-80:]!r}")
-        # The last answer and the generation prompt begin with the header of an assistant's turn, or of any turn in
-        # templates that mark no assistant.
+        # The last answer and the generation prompt begin with the header of an assistant's turn, or
+        # of any turn in templates that mark no assistant.
         pairs = zip(self._rendered[-1], self._segments(rendered_ids)[-1], strict=False)
         shared = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         self._header = [] if self._blank(shared) else shared
 
     def check_history_of(self, ids: Sequence[int]) -> None:
-        """Raise ValueError unless all rendered turns are turns of `ids`, in the same order, and the last turns match.
+        """Raise ValueError unless all rendered turns are turns of `ids`, in the same order, and the
+        last turns match.
 
         `ids` may have more turns, which the template has dropped.
         """
@@ -469,16 +555,22 @@ class _Turns:
             if not any(self._matches(rendered, turn) for turn in earlier):
                 raise self._mismatch(rendered, "no such turn")
         if not turns or not self._matches(self._rendered[-1], turns[-1]):
-            raise self._mismatch(self._rendered[-1], repr(self._text(turns[-1])[-80:]) if turns else "nothing")
+            raise self._mismatch(
+                self._rendered[-1], repr(self._text(turns[-1])[-80:]) if turns else "nothing"
+            )
 
     def join(self, ids: Sequence[int]) -> list[int]:
-        """Return `ids`, with the last answer's end once, followed by the rendering of everything after that answer."""
+        """Return `ids`, with the last answer's end once, followed by the rendering of everything
+        after that answer.
+        """
         end, after = self._answer_end(), self._segments(ids)[-1]
         if not self._blank(after):
             return [*ids, *self._all_ids[end:]]
         rest = self._all_ids[end + 1 :]
         if not _starts_with(rest, after):
-            raise ValueError("after their last EOS the prefix ids differ from what the chat template writes")
+            raise ValueError(
+                "after their last EOS the prefix ids differ from what the chat template writes"
+            )
         return [*ids, *rest[len(after) :]]
 
     def _answer_end(self) -> int:
@@ -487,10 +579,13 @@ class _Turns:
         turns, answer = self._segments(self._all_ids)[:-1], self._rendered[-1]
         if turns[: len(self._rendered)] == self._rendered:
             return places[len(self._rendered) - 1]
-        # The template has left something out of earlier turns: the n-th end may be that of a different turn.
+        # The template has left something out of earlier turns: the n-th end may be that of a
+        # different turn.
         if self._header:
             ends = [i for i, segment in enumerate(turns) if _starts_with(segment, self._header)][-1:]
-            ends = [i for i in ends if self._same(turns[i], answer) or self._is_remainder(turns[i], answer)]
+            ends = [
+                i for i in ends if self._same(turns[i], answer) or self._is_remainder(turns[i], answer)
+            ]
         else:
             ends = [i for i, segment in enumerate(turns) if self._same(segment, answer)]
         if len(ends) != 1:
@@ -508,7 +603,9 @@ class _Turns:
         return parts
 
     def _text(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the decoded ids; "" where they cannot be decoded, so that any two texts are the same."""
+        """Return the decoded ids; "" where they cannot be decoded, so that any two texts are the
+        same.
+        """
         if self._decode is None:
             return ""
         return str(self._decode(list(ids), skip_special_tokens=skip_special_tokens))
@@ -519,24 +616,33 @@ class _Turns:
         return not _IGNORED.sub("", self._text(ids, skip_special_tokens=False))
 
     def _same(self, rendered: Sequence[int], original: Sequence[int]) -> bool:
-        """Return True if both have the same text, perhaps in different tokens or without thoughts."""
+        """Return True if both have the same text, perhaps in different tokens or without
+        thoughts.
+        """
         if list(rendered) == list(original):
             return True
         text, before = _IGNORED.sub("", self._text(rendered)), self._text(original)
         return text in (_IGNORED.sub("", before), _IGNORED.sub("", _THOUGHT.sub("", before)))
 
     def _is_remainder(self, rendered: Sequence[int], original: Sequence[int]) -> bool:
-        """Return True if a template may have made `rendered` from `original` by leaving out or reordering parts.
+        """Return True if a template may have made `rendered` from `original` by leaving out or
+        reordering parts.
 
-        Then all its words are words of `original` or of the template. Or `original` begins with its text, since a stop
-        string may cut a word.
+        Then all its words are words of `original` or of the template. Or `original` begins with its
+        text, since a stop string may cut a word.
         """
         if _IGNORED.sub("", self._text(original)).startswith(_IGNORED.sub("", self._text(rendered))):
             return True
-        return not set(_words(self._text(rendered)) - _words(self._text(original))) - self._template_words
+        return (
+            not set(_words(self._text(rendered)) - _words(self._text(original))) - self._template_words
+        )
 
     def _matches(self, rendered: list[int], original: list[int]) -> bool:
-        answers = bool(self._header) and _starts_with(rendered, self._header) and _starts_with(original, self._header)
+        answers = (
+            bool(self._header)
+            and _starts_with(rendered, self._header)
+            and _starts_with(original, self._header)
+        )
         return self._same(rendered, original) or (answers and self._is_remainder(rendered, original))
 
     def _mismatch(self, rendered: list[int], instead: str) -> ValueError:

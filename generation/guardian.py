@@ -1,26 +1,30 @@
 """Processes that wait for the end of another one, and then end everything that it has left behind.
 
-Two of them are above each rank of a run, and one is between any other program and each engine that it spawns:
+Two of them are above each rank of a run, and one is between any other program and each engine that
+it spawns:
 
-    launcher ── outer guardian ── inner guardian ── rank ── engine, workers, and whatever these start
-    program ── guardian ── engine, workers, and whatever these start
+    launcher ── outer guardian ── inner guardian ── rank ── engine, workers, and whatever these
+    start program ── guardian ── engine, workers, and whatever these start
 
-`processes.start_guardian` turns the process that the launcher started into the outer guardian; the inner one is its
-child, and the rank continues as that one's child. Guardians run this file as
+`processes.start_guardian` turns the process that the launcher started into the outer guardian; the
+inner one is its child, and the rank continues as that one's child. Guardians run this file as
 
     python -I -S guardian.py CHILD PARENT FOLDER NAME [COMMAND ...]
 
-with the number of the process below, of the one above (0: any), a private folder, and a name for messages ("": none
-are printed). With a COMMAND, the guardian starts it as its child; with neither, it ends the processes that use
-the folder, and deletes it, when the process above has ended. Each guardian forwards signals to its child and ends
-with its child's exit code or signal, which the process above then sees.
+with the number of the process below, of the one above (0: any), a private folder, and a name for
+messages ("": none are printed). With a COMMAND, the guardian starts it as its child; with neither,
+it ends the processes that use the folder, and deletes it, when the process above has ended. Each
+guardian forwards signals to its child and ends with its child's exit code or signal, which the
+process above then sees.
 
-Guardians are subreapers (PR_SET_CHILD_SUBREAPER): a descendant that loses its parent becomes their child. So they find
-all descendants, whatever their session, process group or environment, and know when none is left. If the inner guardian
-is killed, the kernel kills the rank, and the outer guardian cleans up. If the outer guardian is killed, the inner one
-kills the rank and cleans up. If a program ends in any way, even by SIGKILL, the guardians of its engines kill these.
+Guardians are subreapers (PR_SET_CHILD_SUBREAPER): a descendant that loses its parent becomes their
+child. So they find all descendants, whatever their session, process group or environment, and know
+when none is left. If the inner guardian is killed, the kernel kills the rank, and the outer
+guardian cleans up. If the outer guardian is killed, the inner one kills the rank and cleans up. If
+a program ends in any way, even by SIGKILL, the guardians of its engines kill these.
 
-This file uses the standard library only, so that it starts in 30 ms, while the rank is still importing torch.
+This file uses the standard library only, so that it starts in 30 ms, while the rank is still
+importing torch.
 """
 
 import fcntl
@@ -41,10 +45,13 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 LOOK_SECONDS = 1.0  # between checks of the rank's shared memory
 POLITE_SECONDS = 2.0  # between SIGTERM and SIGKILL; vLLM and W&B's service clean up in less
-TRACKER_SECONDS = 5.0  # for multiprocessing's resource tracker, which ends by itself once its users have ended
-GIVE_UP_SECONDS = 60.0  # the guardian then ends even if a process cannot be killed, as it is stuck in the kernel
+# For multiprocessing's resource tracker, which ends by itself once its users have ended
+TRACKER_SECONDS = 5.0
+# The guardian then ends even if a process cannot be killed, as it is stuck in the kernel
+GIVE_UP_SECONDS = 60.0
 LOCK = "lock"  # in the private folder: held by the rank and its guardians, or by the program
-BASE_LIMIT = 40  # characters; a Unix socket's path has at most 107, of which this folder's name takes 24, vLLM's 37
+# characters; a Unix socket's path has at most 107, of which this folder's name takes 24, vLLM's 37
+BASE_LIMIT = 40
 
 SHARED_MEMORY = Path("/dev/shm")
 # Names that only multiprocessing, torch and vLLM use.
@@ -52,7 +59,7 @@ MADE_UP = re.compile(r"psm_[0-9a-f]{8}|torch_\d+_\d+_\d+|sem\.mp-\w{8}|vllm_dist
 
 
 def main() -> None:
-    """Waits until the child ends, then ends all other descendants and removes the private folder.
+    """Wait until the child ends, then end all other descendants and remove the private folder.
 
     A program that is still there keeps its folder, for an engine that it starts again.
     """
@@ -70,16 +77,22 @@ def main() -> None:
     if not below or os.getppid() != parent:
         remove(folder)
     if ended and name:
-        print(f"[hotbunk] {name} is gone; ended what it left behind: {', '.join(sorted(ended))}", file=sys.stderr)
+        print(
+            f"[hotbunk] {name} is gone; ended what it left behind: {', '.join(sorted(ended))}",
+            file=sys.stderr,
+        )
     end_as(status)
 
 
 def start(command: list[str]) -> int:
-    """Starts the command as a child of this process, in whose session no Ctrl-C arrives, and returns its number."""
+    """Start the command as a child of this process, in whose session no Ctrl-C arrives, and return
+    its number.
+    """
     os.setsid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     adopt_orphans()
-    prctl(PR_SET_PDEATHSIG, PARENT_GONE)  # `watch` then looks at once; it may be only a thread that has ended
+    # `watch` then looks at once; it may be only a thread that has ended
+    prctl(PR_SET_PDEATHSIG, PARENT_GONE)
     guardian = os.getpid()
     if child := os.fork():
         return child
@@ -92,19 +105,21 @@ def start(command: list[str]) -> int:
 
 
 def die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends."""
+    """Have the kernel kill this process when its parent ends."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call above took effect
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Makes descendants that lose their parent children of this process from now on (PR_SET_CHILD_SUBREAPER)."""
+    """Make descendants that lose their parent children of this process from now on
+    (PR_SET_CHILD_SUBREAPER).
+    """
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def prctl(option: int, value: int) -> None:
-    """Calls prctl(2). Raises OSError where it fails."""
+    """Call prctl(2). Raises OSError where it fails."""
     import ctypes  # not above, since most guardians do not need it
 
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
@@ -112,7 +127,9 @@ def prctl(option: int, value: int) -> None:
 
 
 def watch(child: int, parent: int, folder: Path) -> int:
-    """Forwards signals until `child` has ended, and returns its status. Kills the child if `parent` has ended."""
+    """Forward signals until `child` has ended, and return its status. Kill the child if `parent`
+    has ended.
+    """
     looks: dict[str, int] = {}
     while (status := reap(child)) is None:
         if parent:
@@ -129,7 +146,7 @@ def watch(child: int, parent: int, folder: Path) -> int:
 
 
 def reap(child: int) -> int | None:
-    """Reaps all children that have ended, and returns the status of `child` if it is one of them."""
+    """Reap all children that have ended, and return the status of `child` if it is one of them."""
     status = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -139,8 +156,11 @@ def reap(child: int) -> int | None:
 
 
 def end_all() -> set[str]:
-    """Asks all descendants to end, then kills them until none is left. Returns the names of the signalled ones."""
-    start = last_company = time.monotonic()  # `last_company`: when more than one descendant was last seen
+    """Ask all descendants to end, then kill them until none is left. Return the names of the
+    signalled ones.
+    """
+    # `last_company`: when more than one descendant was last seen
+    start = last_company = time.monotonic()
     asked: dict[int, str] = {}
     while (age := time.monotonic() - start) < GIVE_UP_SECONDS:
         alive = descendants()
@@ -151,7 +171,9 @@ def end_all() -> set[str]:
             if number is not None:
                 asked[pid] = f"{read(f'/proc/{pid}/comm').decode(errors='replace').strip()} ({pid})"
                 send(pid, parent, number)
-        try:  # orphans have become children of this process, so without children there are no descendants
+        try:
+            # orphans have become children of this process, so without children there are no
+            # descendants
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
@@ -162,9 +184,11 @@ def end_all() -> set[str]:
 
 
 def end_users(folder: Path) -> None:
-    """Kills the processes that have a file in the folder open, except for its lock, which forks of its owner inherit.
+    """Kill the processes that have a file in the folder open, except for its lock, which forks of
+    its owner inherit.
 
-    Ray's agents are nobody's descendants then. They outlive the rest of their cluster by half a minute or more.
+    Ray's agents are nobody's descendants then. They outlive the rest of their cluster by half a
+    minute or more.
     """
     for entry in os.listdir("/proc"):
         with suppress(OSError):  # it is not a process, has ended, or belongs to another user
@@ -175,7 +199,7 @@ def end_users(folder: Path) -> None:
 
 
 def signal_for(pid: int, age: float, *, asked: bool, alone: float) -> signal.Signals | None:
-    """Returns the signal for a process `age` seconds after the rank's end; None if it gets none yet.
+    """Return the signal for a process `age` seconds after the rank's end; None if it gets none yet.
 
     `alone` is the number of seconds for which it has been the only descendant.
     """
@@ -183,7 +207,8 @@ def signal_for(pid: int, age: float, *, asked: bool, alone: float) -> signal.Sig
     if not command and age <= POLITE_SECONDS:  # its memory is gone, so it is about to end by itself
         return None
     if b"multiprocessing.resource_tracker" in command:
-        # The tracker removes shared memory that its users have leaked, but only if it outlives them.
+        # The tracker removes shared memory that its users have leaked, but only if it outlives
+        # them.
         return signal.SIGKILL if alone > TRACKER_SECONDS else None
     if age > POLITE_SECONDS:
         return signal.SIGKILL
@@ -191,7 +216,7 @@ def signal_for(pid: int, age: float, *, asked: bool, alone: float) -> signal.Sig
 
 
 def descendants() -> dict[int, int]:
-    """Returns the living processes below this one, without zombies, as {number: parent's number}."""
+    """Return the living processes below this one, without zombies, as {number: parent's number}."""
     parents = {int(entry): parent_of(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
     children: dict[int, list[int]] = {}
     for pid, parent in parents.items():
@@ -206,14 +231,14 @@ def descendants() -> dict[int, int]:
 
 
 def parent_of(pid: int) -> int:
-    """Returns the parent of a living process; -1 if the process has ended."""
+    """Return the parent of a living process; -1 if the process has ended."""
     # State and parent follow the command's closing parenthesis.
     fields = read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return int(fields[1]) if fields and fields[0] not in (b"Z", b"X") else -1
 
 
 def read(path: str) -> bytes:
-    """Returns a file's bytes; empty if its process has ended or belongs to another user."""
+    """Return a file's bytes; empty if its process has ended or belongs to another user."""
     try:
         return Path(path).read_bytes()
     except OSError:
@@ -221,7 +246,7 @@ def read(path: str) -> bytes:
 
 
 def send(pid: int, parent: int, number: int) -> None:
-    """Signals a descendant, but not another process that has got the same number since."""
+    """Signal a descendant, but not another process that has got the same number since."""
     with suppress(ProcessLookupError, PermissionError):
         handle = os.pidfd_open(pid)
         try:
@@ -232,15 +257,20 @@ def send(pid: int, parent: int, number: int) -> None:
 
 
 def note_shared_memory(folder: Path, looks: dict[str, int]) -> None:
-    """Creates links in the folder to shared memory of descendants, for `remove`, here or in a later run.
+    """Create links in the folder to shared memory of descendants, for `remove`, here or in a later
+    run.
 
-    Python's resource tracker removes the shared memory it knows, unless it is killed as well. It does not know the
-    memory that vLLM's tensor-parallel workers share on CPU. `looks` counts how often each name has been examined.
+    Python's resource tracker removes the shared memory it knows, unless it is killed as well. It
+    does not know the memory that vLLM's tensor-parallel workers share on CPU. `looks` counts how
+    often each name has been examined.
     """
-    new = [name for name in os.listdir(SHARED_MEMORY) if MADE_UP.fullmatch(name) and looks.get(name, 0) < 3]
+    new = [
+        name for name in os.listdir(SHARED_MEMORY) if MADE_UP.fullmatch(name) and looks.get(name, 0) < 3
+    ]
     if not new:
         return
-    # By inodes, not names: glibc maps a semaphore before it gives it its name (sysdeps/pthread/sem_open.c).
+    # By inodes, not names: glibc maps a semaphore before it gives it its name
+    # (sysdeps/pthread/sem_open.c).
     lines = b"".join(read(f"/proc/{pid}/maps") for pid in descendants()).splitlines()
     mapped = {int(line.split()[4]) for line in lines if bytes(SHARED_MEMORY) in line}
     for name in new:
@@ -251,7 +281,7 @@ def note_shared_memory(folder: Path, looks: dict[str, int]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Deletes the folder and the files to which its links point."""
+    """Delete the folder and the files to which its links point."""
     for link in folder.glob("remove-*"):
         with suppress(OSError):
             Path(os.readlink(link)).unlink(missing_ok=True)
@@ -259,7 +289,8 @@ def remove(folder: Path) -> None:
 
 
 def private_folder(name: str) -> tuple[Path, int]:
-    """Creates a folder `hotbunk-NAME-…` for sockets (mode 0700). Returns its path, and the descriptor that locks it.
+    """Create a folder `hotbunk-NAME-…` for sockets (mode 0700). Return its path, and the descriptor
+    that locks it.
 
     Folders of dead processes are deleted now.
     """
@@ -273,13 +304,18 @@ def private_folder(name: str) -> tuple[Path, int]:
 
 
 def command(folder: Path, *below: str) -> list[str]:
-    """Return the command of a guardian below this process, which starts the command `below`, if given."""
+    """Return the command of a guardian below this process, which starts the command `below`, if
+    given.
+    """
     return [sys.executable, "-I", "-S", __file__, "0", str(os.getpid()), str(folder), "", *below]
 
 
 def lock_folder(folder: Path) -> int:
-    """Locks a new private folder, and returns the descriptor; processes that inherit it hold the lock."""
-    fresh = folder / f"{LOCK}.new"  # renamed when it is locked, since `sweep` examines folders with a lock only
+    """Lock a new private folder, and return the descriptor; processes that inherit it hold the
+    lock.
+    """
+    # Renamed when it is locked, since `sweep` examines folders with a lock only
+    fresh = folder / f"{LOCK}.new"
     descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     with suppress(OSError):  # on a file system without locks the folder is never swept
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -288,14 +324,18 @@ def lock_folder(folder: Path) -> int:
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Removes folders of this user's ended runs, whose locks are not held, from `parent`. Returns their paths."""
+    """Remove folders of this user's ended runs, whose locks are not held, from `parent`. Return
+    their paths.
+    """
     swept = []
     for path in sorted(parent.glob("hotbunk-*")):
         with suppress(OSError), ExitStack() as opened:  # the folder is a link, has no lock, or is in use
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             opened.callback(os.close, folder)
             if os.fstat(folder).st_uid == os.geteuid():
-                lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+                lock = os.open(
+                    LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder
+                )
                 opened.callback(os.close, lock)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 remove(path)
@@ -304,7 +344,7 @@ def sweep(parent: Path) -> list[Path]:
 
 
 def end_as(status: int) -> None:
-    """Ends this process in the same way as the process that had this status."""
+    """End this process in the same way as the process that had this status."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # avoids a second core dump

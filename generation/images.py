@@ -24,22 +24,29 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow's others include some that start programs
-_MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")  # with which such files begin
+# Pillow's others include some that start programs
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+# With which such files begin
+_MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
 _MARK = re.compile("(<image>|<video>)")  # in the texts of verl's and LLaMA-Factory's rows
 _LONGEST_SOURCE = 100  # characters of an image's source in a sentence
-_BOMB = 89_478_485  # pixels; Pillow's own limit (PIL.Image.MAX_IMAGE_PIXELS): a quarter of a GiB at 24 bits
+# pixels; Pillow's own limit (PIL.Image.MAX_IMAGE_PIXELS): a quarter of a GiB at 24 bits
+_BOMB = 89_478_485
 
 ChatMessages = Sequence[Mapping[str, Any]]
 """Messages, each with its role and its content, which is text or a list of parts."""
 
 Spans = tuple[tuple[int, int], ...]
-"""For each image, in order, the tokens whose embeddings its features replace: (index among the ids, count)."""
+"""For each image, in order, the tokens whose embeddings its features replace: (index among the ids,
+count).
+"""
 
 
 @contextmanager
 def subject(name: str) -> Iterator[None]:
-    """Puts `name` before the message of a ValueError raised in the block, which is a sentence without its subject."""
+    """Put `name` before the message of a ValueError raised in the block, which is a sentence
+    without its subject.
+    """
     try:
         yield
     except ValueError as error:
@@ -65,11 +72,9 @@ class ImageLimits:
 class Image:
     """An encoded image. Two images are equal if their digests and sizes are.
 
-    Attributes:
-        data: the file's bytes.
-        digest: SHA-256 of `data`, in hexadecimal digits.
-        size: width and height in pixels, the right way up.
-        name: its place in the data, such as "image 2 of row 5 of train.jsonl"; empty for an image from elsewhere.
+    Attributes: data: the file's bytes. digest: SHA-256 of `data`, in hexadecimal digits. size:
+        width and height in pixels, the right way up. name: its place in the data, such as "image 2
+        of row 5 of train.jsonl"; empty for an image from elsewhere.
     """
 
     data: bytes = field(repr=False, compare=False)
@@ -79,11 +84,12 @@ class Image:
 
     @classmethod
     def read(cls, source: Any, limits: ImageLimits = ImageLimits()) -> Self:
-        """Read an image from a path, bytes, base64, a data or file URL, a Pillow image, or `bytes` and `path` of a
-        dataset's column.
+        """Read an image from a path, bytes, base64, a data or file URL, a Pillow image, or `bytes`
+        and `path` of a dataset's column.
 
-        An `Image` is returned as it is; other sources are decoded once, to check them. Raises ValueError, whose message
-        is a sentence about the image without its subject: "is not an image …".
+        An `Image` is returned as it is; other sources are decoded once, to check them. Raises
+        ValueError, whose message is a sentence about the image without its subject: "is not an
+        image …".
         """
         if isinstance(source, cls):
             return source
@@ -103,7 +109,9 @@ class Image:
         return _decoded(self.data, ImageLimits(max_pixels=_BOMB))
 
     def data_url(self) -> str:
-        """Return the file as a data URL, the form in which clients send images: data:image/…;base64."""
+        """Return the file as a data URL, the form in which clients send images:
+        data:image/…;base64.
+        """
         from PIL import Image as Pillow
 
         kind = Pillow.open(io.BytesIO(self.data), formats=_FORMATS).get_format_mimetype()
@@ -136,7 +144,9 @@ def _encoded(source: Any) -> bytes:
         source = _path_of(source)
     if isinstance(source, str | Path):
         if "://" in str(source):
-            raise ValueError(f"is a remote address ({str(source)[:60]}): give a file, bytes or a data URL")
+            raise ValueError(
+                f"is a remote address ({str(source)[:60]}): give a file, bytes or a data URL"
+            )
         try:
             return Path(source).read_bytes()
         except (OSError, ValueError) as error:  # a path with a null character is a ValueError
@@ -144,11 +154,15 @@ def _encoded(source: Any) -> bytes:
             raise ValueError(f"cannot be read: {reason}: {_shortened(str(source))}") from error
     if hasattr(source, "convert") and hasattr(source, "size"):  # Pillow's
         return _png(_eight_bits(source))
-    raise ValueError(f"is {type(source).__name__}, but must be a path, bytes, a data URL or a Pillow image")
+    raise ValueError(
+        f"is {type(source).__name__}, but must be a path, bytes, a data URL or a Pillow image"
+    )
 
 
 def base64_image(text: str) -> bytes | None:
-    """Return the file that a text of bare base64 holds if it begins as an image does, otherwise None."""
+    """Return the file that a text of bare base64 holds if it begins as an image does, otherwise
+    None.
+    """
     for length in (16, None):  # most texts are recognised by their beginning
         try:
             data = base64.b64decode(text[:length], validate=length is not None)
@@ -160,12 +174,16 @@ def base64_image(text: str) -> bytes | None:
 
 
 def _path_of(url: str) -> Path:
-    """Return the path of a file URL. Raises ValueError, as `Image.read`, if it is on another host."""
+    """Return the path of a file URL. Raises ValueError, as `Image.read`, if it is on another
+    host.
+    """
     path = url.removeprefix("file:")
     if path.startswith("//"):
         host, _, path = path.removeprefix("//").partition("/")
         if host not in ("", "localhost"):
-            raise ValueError(f"is on another host ({_shortened(url)}): give a file of this one, bytes or a data URL")
+            raise ValueError(
+                f"is on another host ({_shortened(url)}): give a file of this one, bytes or a data URL"
+            )
         path = f"/{path}"
     return Path(unquote(path))
 
@@ -182,7 +200,8 @@ def _decoded(data: bytes, limits: ImageLimits) -> "PIL.Image.Image":
     allowed = min(max(limits.max_pixels, limits.decoded) if resized else limits.max_pixels, _BOMB)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # the limit below is stricter
+            # The limit below is stricter
+            warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)
             image: PIL.Image.Image = Pillow.open(io.BytesIO(data), formats=_FORMATS)
         pixels = image.width * image.height  # from the header: nothing has been decompressed yet
         if pixels > allowed:
@@ -204,10 +223,12 @@ def _decoded(data: bytes, limits: ImageLimits) -> "PIL.Image.Image":
 
 
 def _eight_bits(image: "PIL.Image.Image") -> "PIL.Image.Image":
-    """Return a grey picture of more than 8 bits with 8, in which black and white are the same; others as they are.
+    """Return a grey picture of more than 8 bits with 8, in which black and white are the same;
+    others as they are.
 
-    White is the largest number of 16 bits, and 1 or 255 for 32 bits. Raises ValueError, as `Image.read`, if numbers of
-    32 bits are outside. Pillow's own conversion clips at 255 (https://github.com/python-pillow/Pillow/issues/3011).
+    White is the largest number of 16 bits, and 1 or 255 for 32 bits. Raises ValueError, as
+    `Image.read`, if numbers of 32 bits are outside. Pillow's own conversion clips at 255
+    (https://github.com/python-pillow/Pillow/issues/3011).
     """
     if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
         return image
@@ -223,7 +244,9 @@ def _eight_bits(image: "PIL.Image.Image") -> "PIL.Image.Image":
         white = 1
     if not (low >= 0 and high <= white):  # NaN is outside, too
         numbers = f"numbers of 32 bits from {low:g} to {high:g}"
-        raise ValueError(f"has {numbers}, which may mean any brightness: save it with 8 or 16 bits, or from 0 to 1")
+        raise ValueError(
+            f"has {numbers}, which may mean any brightness: save it with 8 or 16 bits, or from 0 to 1"
+        )
     return Pillow.fromarray(numpy.rint(values * (255 / white)).astype(numpy.uint8))
 
 
@@ -251,7 +274,9 @@ class StoredImage:
     name: str = "an image of the data"
 
     def read(self) -> Image:
-        """Read the image. Raises ValueError, naming it, if it has changed since it was first read."""
+        """Read the image. Raises ValueError, naming it, if it has changed since it was first
+        read.
+        """
         with subject(self.name):
             image = Image.read(self.source(), self.limits)
             if image.digest != self.digest:
@@ -268,7 +293,7 @@ class PromptInput:
     spans: Spans = ()
 
     def followed_by(self, ids: list[int], images: tuple[Image, ...] = (), spans: Spans = ()) -> Self:
-        """Returns this input with further ids and images after it."""
+        """Return this input with further ids and images after it."""
         moved = tuple((len(self.ids) + start, length) for start, length in spans)
         return type(self)(self.ids + ids, self.images + images, self.spans + moved)
 
@@ -276,31 +301,44 @@ class PromptInput:
 def split_images(
     messages: ChatMessages, sources_elsewhere: Sequence[Any] = ()
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return messages in which an image is `{"type": "image"}` and nothing more, and the images' sources in order.
+    """Return messages in which an image is `{"type": "image"}` and nothing more, and the images'
+    sources in order.
 
-    A part of a message either holds its image (`image`, `url`, `path`, `base64`, or OpenAI's `image_url`), or is the
-    place of the next of `sources_elsewhere`. If the messages have no images, `sources_elsewhere` are put before the
-    text of the first user message. Raises ValueError, whose message is a sentence without its subject, where places and
-    sources are not equally many.
+    A part of a message either holds its image (`image`, `url`, `path`, `base64`, or OpenAI's
+    `image_url`), or is the place of the next of `sources_elsewhere`. If the messages have no
+    images, `sources_elsewhere` are put before the text of the first user message. Raises
+    ValueError, whose message is a sentence without its subject, where places and sources are not
+    equally many.
     """
     rest, plain, sources = iter(sources_elsewhere), [], []
     for message in messages:
         content = message.get("content")
         if isinstance(content, Sequence) and not isinstance(content, str):
-            parts = [dict(part) if isinstance(part, Mapping) else {"type": "text", "text": part} for part in content]
+            parts = [
+                dict(part) if isinstance(part, Mapping) else {"type": "text", "text": part}
+                for part in content
+            ]
             for part in parts:
                 if (kind := part.get("type")) in ("image", "image_url"):
                     if (source := _source_in(part)) is None and (source := next(rest, None)) is None:
                         raise ValueError("has a place for an image, but no image for it")
                     sources.append(source)
                 elif kind not in ("text", None) or not isinstance(part.get("text"), str):
-                    raise ValueError(f"has a message with a part of the type {kind!r}: it must be text or image")
+                    raise ValueError(
+                        f"has a message with a part of the type {kind!r}: it must be text or image"
+                    )
             texts = [part["text"] if part.get("type") in ("text", None) else None for part in parts]
-            content = [{"type": "image"} if text is None else {"type": "text", "text": text} for text in texts]
+            content = [
+                {"type": "image"} if text is None else {"type": "text", "text": text} for text in texts
+            ]
             message = {**message, "content": content}
         plain.append(dict(message))
     left = list(rest)
-    if left and not sources and (first := next((m for m in plain if m.get("role") == "user"), None)) is not None:
+    if (
+        left
+        and not sources
+        and (first := next((m for m in plain if m.get("role") == "user"), None)) is not None
+    ):
         text = first.get("content") or ""
         parts = [{"type": "text", "text": text}] if isinstance(text, str) else text
         first["content"] = [*({"type": "image"} for _ in left), *parts]
@@ -311,10 +349,11 @@ def split_images(
 
 
 def with_places(messages: ChatMessages) -> list[dict[str, Any]]:
-    """Return messages in which each mark `<image>` in a text is the place of an image, `{"type": "image"}`.
+    """Return messages in which each mark `<image>` in a text is the place of an image, `{"type":
+    "image"}`.
 
-    An assistant's text stays as it is. Raises ValueError, whose message is a sentence without its subject, for a mark
-    `<video>`.
+    An assistant's text stays as it is. Raises ValueError, whose message is a sentence without its
+    subject, for a mark `<video>`.
     """
     placed = []
     for message in map(dict, messages):
@@ -335,7 +374,9 @@ def _split_at_marks(part: Any) -> list[Any]:
     pieces: list[Any] = []
     for piece in filter(None, _MARK.split(text)):
         if piece == "<video>":
-            raise ValueError("has the mark <video> in its text, but videos are not read: leave the row out")
+            raise ValueError(
+                "has the mark <video> in its text, but videos are not read: leave the row out"
+            )
         pieces.append({"type": "image"} if piece == "<image>" else {"type": "text", "text": piece})
     return pieces
 
@@ -364,7 +405,9 @@ class ImageRules:
     fetch: bool = False
 
     def read(self, sources: Sequence[Any]) -> tuple[Image, ...]:
-        """Read images. Raises ValueError, whose message is a sentence without its subject, naming the first bad one."""
+        """Read images. Raises ValueError, whose message is a sentence without its subject, naming
+        the first bad one.
+        """
         if len(sources) > self.most:
             raise ValueError(f"has {len(sources)} images, more than data.max_images = {self.most}")
         return tuple(self.read_one(source, number) for number, source in enumerate(sources, start=1))
@@ -375,8 +418,9 @@ class ImageRules:
             return Image.read(source, self.limits)
 
     def check_bytes(self, images: Iterable[Image], row_digests: Collection[str]) -> None:
-        """Raise ValueError, whose message is a sentence without its subject, where the images of one episode are too
-        large together. Images of the data's row, which have a digest in `row_digests`, do not count.
+        """Raise ValueError, whose message is a sentence without its subject, where the images of
+        one episode are too large together. Images of the data's row, which have a digest in
+        `row_digests`, do not count.
         """
         sizes = {image.digest: len(image.data) for image in images if image.digest not in row_digests}
         if (size := sum(sizes.values())) > self.max_bytes:
@@ -385,17 +429,24 @@ class ImageRules:
 
 
 class ImageProcessor:
-    """A model's processor of Transformers, which makes ids of text and images, and features of images."""
+    """A model's processor of Transformers, which makes ids of text and images, and features of
+    images.
+    """
 
     def __init__(
-        self, folder: str | Path, tokenizer: "PreTrainedTokenizerBase | None" = None, trust_remote_code: bool = False
+        self,
+        folder: str | Path,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        trust_remote_code: bool = False,
     ) -> None:
         """Load the processor saved in `folder`. Raises ValueError if there is none for images."""
         from transformers import AutoProcessor
 
         options = {} if tokenizer is None else {"tokenizer": tokenizer}
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
-        if getattr(processor, "image_processor", None) is None or not getattr(processor, "image_token", None):
+        if getattr(processor, "image_processor", None) is None or not getattr(
+            processor, "image_token", None
+        ):
             raise ValueError(f"{folder} holds no processor for images (preprocessor_config.json)")
         self._processor = processor
         self.tokenizer: PreTrainedTokenizerBase = processor.tokenizer
@@ -405,14 +456,21 @@ class ImageProcessor:
         self.marked = functools.lru_cache(maxsize=4096)(self._marked_of)
 
     def expand(
-        self, prompt: str | ChatMessages, images: Sequence[Image], *, special: bool | None = None, **template: Any
+        self,
+        prompt: str | ChatMessages,
+        images: Sequence[Image],
+        *,
+        special: bool | None = None,
+        **template: Any,
     ) -> tuple[list[int], Spans]:
-        """Return the ids of a prompt, in which each image has as many tokens as it has features, and the images' spans.
+        """Return the ids of a prompt, in which each image has as many tokens as it has features,
+        and the images' spans.
 
-        The prompt is text or messages. `special` says whether the tokenizer adds its special tokens; by default it adds
-        them to text only, since a chat template writes its own. `template` holds arguments of the chat template; a
-        generation prompt is added by default. Raises ValueError, whose message is a sentence about the prompt without
-        its subject, where the prompt does not have one placeholder for each image.
+        The prompt is text or messages. `special` says whether the tokenizer adds its special
+        tokens; by default it adds them to text only, since a chat template writes its own.
+        `template` holds arguments of the chat template; a generation prompt is added by default.
+        Raises ValueError, whose message is a sentence about the prompt without its subject, where
+        the prompt does not have one placeholder for each image.
         """
         text = prompt if isinstance(prompt, str) else self.render(prompt, **template)
         if (count := text.count(self.image_token)) != len(images):
@@ -429,12 +487,18 @@ class ImageProcessor:
         return ids, self.spans(ids, images)
 
     def render(self, messages: ChatMessages, **template: Any) -> str:
-        """Return the chat template's text of messages, whose content may be lists of parts; images are not expanded."""
+        """Return the chat template's text of messages, whose content may be lists of parts; images
+        are not expanded.
+        """
         settings = {"add_generation_prompt": True, **template}
-        return str(self._processor.apply_chat_template([*map(dict, messages)], tokenize=False, **settings))
+        return str(
+            self._processor.apply_chat_template([*map(dict, messages)], tokenize=False, **settings)
+        )
 
     def spans(self, ids: Sequence[int], images: Sequence[Image]) -> Spans:
-        """Return the spans of the images' tokens in expanded ids, none of which may have been sampled."""
+        """Return the spans of the images' tokens in expanded ids, none of which may have been
+        sampled.
+        """
         if not images:
             return ()
         [kinds] = self._processor.create_mm_token_type_ids([list(ids)])
@@ -444,27 +508,37 @@ class ImageProcessor:
             count = self.tokens(image.size)
             run = places[begin : begin + count]
             if len(run) < count or run[-1] - run[0] != count - 1:
-                raise ValueError(f"has {len(places)} image tokens, but not {count} in a row for one of its images")
+                raise ValueError(
+                    f"has {len(places)} image tokens, but not {count} in a row for one of its images"
+                )
             spans.append((run[0], count))
             begin += count
         if begin != len(places):
-            raise ValueError(f"has {len(places)} image tokens, but its {len(images)} images take {begin}")
+            raise ValueError(
+                f"has {len(places)} image tokens, but its {len(images)} images take {begin}"
+            )
         return tuple(spans)
 
     def tokens(self, size: tuple[int, int]) -> int:
-        """Returns the number of tokens that an image of (width, height) pixels takes."""
+        """Return the number of tokens that an image of (width, height) pixels takes."""
         width, height = size
         counts = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
         return int(counts["num_image_tokens"][0])
 
     def features(self, images: Sequence[Image]) -> "dict[str, Tensor]":
-        """Returns the model's inputs for images (pixel_values, image_grid_thw, …), concatenated over the images."""
-        inputs, _ = self._processor._process_images([image.open() for image in images], return_tensors="pt")
+        """Return the model's inputs for images (pixel_values, image_grid_thw, …), concatenated over
+        the images.
+        """
+        inputs, _ = self._processor._process_images(
+            [image.open() for image in images], return_tensors="pt"
+        )
         unused = set(self._processor.unused_input_names)
         return {name: value for name, value in inputs.items() if name not in unused}
 
     def _marked_of(self, size: tuple[int, int]) -> frozenset[int]:
-        """Returns the places of marks among an image's tokens, such as ends of lines, which keep their embeddings."""
+        """Return the places of marks among an image's tokens, such as ends of lines, which keep
+        their embeddings.
+        """
         of_images = set(self._processor.image_token_ids)
         if len(of_images) == 1:
             return frozenset()
@@ -473,7 +547,9 @@ class ImageProcessor:
         return frozenset(n for n, token in enumerate(tokens) if token != self._processor.image_token_id)
 
     def _replacement_of(self, size: tuple[int, int]) -> str:
-        """Returns the text that replaces an image's placeholder. It depends on the size alone: a blank image does."""
+        """Return the text that replaces an image's placeholder. It depends on the size alone: a
+        blank image does.
+        """
         from PIL import Image as Pillow
 
         _, [text] = self._processor._process_images([Pillow.new("RGB", size)], return_tensors="pt")

@@ -1,8 +1,9 @@
-"""Loads user code: objects named by import strings, `pkg.mod:Name` or `path/file.py:Name`.
+"""Load user code: objects named by import strings, `pkg.mod:Name` or `path/file.py:Name`.
 
-The folder of a file becomes a package of a private name, so that a file and its neighbours are one family: each may
-import the others, as beside a script, and nobody else can. Nothing is put on the search path for them, where a
-neighbour called `trainer.py` would take our package's place, and where two folders could not both have a `helpers.py`.
+The folder of a file becomes a package of a private name, so that a file and its neighbours are one
+family: each may import the others, as beside a script, and nobody else can. Nothing is put on the
+search path for them, where a neighbour called `trainer.py` would take our package's place, and
+where two folders could not both have a `helpers.py`.
 
     mine/reward.py          is imported as    beside_a1b2c3d4.reward
     import helpers          in that file      beside_a1b2c3d4.helpers, which is mine/helpers.py
@@ -36,7 +37,9 @@ _NOT_NEIGHBOURS = sys.stdlib_module_names | {"generation", "hotbunk", "sharding"
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Disable garbage collection in the block: it takes a quarter of the time of importing a thousand modules."""
+    """Disable garbage collection in the block: it takes a quarter of the time of importing a
+    thousand modules.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -47,14 +50,18 @@ def without_collections() -> Iterator[None]:
 
 
 def load(spec: str) -> Any:
-    """Return the object that `spec` names; a file is imported only once. Raises ValueError where the form is wrong, the
-    module or file is missing or cannot be imported, or it lacks the name.
+    """Return the object that `spec` names; a file is imported only once. Raises ValueError where
+    the form is wrong, the module or file is missing or cannot be imported, or it lacks the name.
     """
     home, colon, name = spec.rpartition(":")
     if not colon or not home or not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"{spec!r:.80} is not an import string: write pkg.mod:Name or path/file.py:Name")
+        raise ValueError(
+            f"{spec!r:.80} is not an import string: write pkg.mod:Name or path/file.py:Name"
+        )
     try:
-        value: Any = _load_file(Path(expanded(home))) if home.endswith(".py") else importlib.import_module(home)
+        value: Any = (
+            _load_file(Path(expanded(home))) if home.endswith(".py") else importlib.import_module(home)
+        )
     except (FileNotFoundError, UnsetVariable) as error:
         raise ValueError(f"{spec!r} cannot be loaded: {error}") from error
     except ModuleNotFoundError as error:
@@ -62,10 +69,14 @@ def load(spec: str) -> Any:
     except BaseException as error:  # the user's module may raise anything
         if isinstance(error, KeyboardInterrupt) and type(error) is not KeyboardInterrupt:
             raise  # raised by the caller's handler of a signal
-        raise ValueError(f"{spec!r} cannot be loaded: importing it raised {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{spec!r} cannot be loaded: importing it raised {type(error).__name__}: {error}"
+        ) from error
     for part in name.split("."):
         if not hasattr(value, part):
-            close = difflib.get_close_matches(part, [name for name in vars(value) if not name.startswith("_")], n=1)
+            close = difflib.get_close_matches(
+                part, [name for name in vars(value) if not name.startswith("_")], n=1
+            )
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ValueError(f"{spec!r} cannot be loaded: {home} has no {name!r}{hint}")
         value = getattr(value, part)
@@ -73,7 +84,9 @@ def load(spec: str) -> Any:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Import a file as a member of its folder's family, registered so that its definitions can be pickled."""
+    """Import a file as a member of its folder's family, registered so that its definitions can be
+    pickled.
+    """
     if not os.path.isfile(path):
         raise FileNotFoundError(f"there is no file {path}")
     path = path.resolve()
@@ -89,7 +102,9 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _family(folder: Path) -> str:
-    """Return the name of the package that stands for a folder, and register it. It has no code of its own."""
+    """Return the name of the package that stands for a folder, and register it. It has no code of
+    its own.
+    """
     name = _FAMILY + hashlib.blake2b(str(folder).encode(), digest_size=4).hexdigest()
     if name not in sys.modules:
         package = ModuleType(name)
@@ -99,11 +114,17 @@ def _family(folder: Path) -> str:
 
 
 class _NeighbourFinder:
-    """The finder on `sys.meta_path` for the members of families; all other names are left to Python's own finders."""
+    """The finder on `sys.meta_path` for the members of families; all other names are left to
+    Python's own finders.
+    """
 
     @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of a member, whose code will then import its neighbours; None for other names."""
+    def find_spec(
+        name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a member, whose code will then import its neighbours; None for other
+        names.
+        """
         if not name.startswith(_FAMILY):
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -119,7 +140,9 @@ class _NeighbourLoader(SourceFileLoader):
     """A loader of a family's member, whose `import` statements look beside the file first."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module's code. Python takes `__import__` from the builtins of the importing module."""
+        """Run the module's code. Python takes `__import__` from the builtins of the importing
+        module.
+        """
         family = module.__name__.partition(".")[0]
         vars(module)["__builtins__"] = vars(builtins) | {"__import__": _import_for(family)}
         super().exec_module(module)
@@ -147,7 +170,8 @@ def _import_for(family: str) -> Callable[..., ModuleType]:
 def _is_neighbour(name: str, family: str) -> bool:
     """Return True if a file or folder beside the members of a family has this name.
 
-    A folder without `__init__.py` may also hold something else, such as data, so that installed packages come first.
+    A folder without `__init__.py` may also hold something else, such as data, so that installed
+    packages come first.
     """
     if name in _NOT_NEIGHBOURS:
         return False
@@ -158,7 +182,9 @@ def _is_neighbour(name: str, family: str) -> bool:
 
 
 def _missing(error: ModuleNotFoundError) -> str:
-    """Return a sentence about a module that does not exist: where it is imported, its name, and the remedy."""
+    """Return a sentence about a module that does not exist: where it is imported, its name, and the
+    remedy.
+    """
     name = ".".join(part for part in (error.name or "").split(".") if not part.startswith(_FAMILY))
     remedy = "install the package that has it, or correct the name"
     frames = traceback.extract_tb(error.__traceback__)
@@ -172,8 +198,9 @@ def _missing(error: ModuleNotFoundError) -> str:
 
 
 def importable(spec: str) -> str:
-    """Return `module:Name` for `path/file.py:Name`, and any other spec as it is. Raises ValueError if there is no such
-    file. Its folder is appended to the search path, which child processes inherit, so that vLLM's find the module, too.
+    """Return `module:Name` for `path/file.py:Name`, and any other spec as it is. Raises ValueError
+    if there is no such file. Its folder is appended to the search path, which child processes
+    inherit, so that vLLM's find the module, too.
     """
     home, colon, name = spec.rpartition(":")
     if not home.endswith(".py"):

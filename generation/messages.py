@@ -1,8 +1,10 @@
-"""Messages and tools in the one form that the rest of the code reads, and the form that a chat template takes.
+"""Messages and tools in the one form that the rest of the code reads, and the form that a chat
+template takes.
 
-`clean_messages` and `chosen_tools` read what people keep in their files. `ChatForm` finds out by rendering what a
-template takes: some render lists of parts, some text only; some want a call's arguments as an object, some as text. All
-raise ValueError with a sentence without its subject, the row or the environment.
+`clean_messages` and `chosen_tools` read what people keep in their files. `ChatForm` finds out by
+rendering what a template takes: some render lists of parts, some text only; some want a call's
+arguments as an object, some as text. All raise ValueError with a sentence without its subject, the
+row or the environment.
 """
 
 import json
@@ -15,10 +17,17 @@ from typing import Any, Protocol
 CleanMessage = dict[str, Any]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant"}
+_OTHER_NAMES = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "ai": "assistant",
+}
 _CONTENT_KEYS = ("text", "value")  # where others keep what belongs under `content`
 _TEXT_PARTS = ("text", "input_text", "output_text", None)
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # an assistant's turn may consist of these alone
+# An assistant's turn may consist of these alone
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _ASKED = {"role": "user", "content": "probe?"}
 _ARGUMENTS = re.compile(r"probe_key\W+probe_value")
 
@@ -30,7 +39,9 @@ class Arguments(dict[str, Any]):
 
 
 class Template(Protocol):
-    """The function of a tokenizer or processor that renders messages; `settings` are the template's arguments."""
+    """The function of a tokenizer or processor that renders messages; `settings` are the template's
+    arguments.
+    """
 
     def __call__(self, messages: Sequence[CleanMessage], **settings: Any) -> str:
         """Return the text of messages."""
@@ -39,7 +50,8 @@ class Template(Protocol):
 def messages_in(value: Any) -> Any:
     """Return what a column holds, in which JSON text of one or several messages has become a list.
 
-    Any other text stays text, also if it is JSON. Raises ValueError for Python's text of a list of messages.
+    Any other text stays text, also if it is JSON. Raises ValueError for Python's text of a list of
+    messages.
     """
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
         return value
@@ -52,23 +64,33 @@ def messages_in(value: Any) -> Any:
             ) from None
         return value
     messages = parsed if isinstance(parsed, list) else [parsed]
-    if messages and all(isinstance(message, dict) and ("role" in message or "from" in message) for message in messages):
+    if messages and all(
+        isinstance(message, dict) and ("role" in message or "from" in message) for message in messages
+    ):
         return parsed
     return value
 
 
 def clean_messages(messages: Any) -> list[CleanMessage]:
-    """Return messages in one form: a role in small letters, content that is text or parts, calls with their arguments.
+    """Return messages in one form: a role in small letters, content that is text or parts, calls
+    with their arguments.
 
-    An absent key is meant where a message has None under it, so it is left out. Text parts are `{"type": "text",
-    "text": …}`; parts of other kinds stay as they are. A call is `{"type": "function", "function": {"name": …,
-    "arguments": {…}}}` with an id, if it has one. A tool's content may be any JSON value. Raises ValueError naming the
-    message, counted from 1, that cannot be read with certainty.
+    An absent key is meant where a message has None under it, so it is left out. Text parts are
+    `{"type": "text", "text": …}`; parts of other kinds stay as they are. A call is `{"type":
+    "function", "function": {"name": …, "arguments": {…}}}` with an id, if it has one. A tool's
+    content may be any JSON value. Raises ValueError naming the message, counted from 1, that cannot
+    be read with certainty.
     """
     readable = isinstance(messages, list) and messages
-    if not readable or not all(isinstance(message, Mapping) and message.get("role") for message in messages):
-        raise ValueError("has a prompt that is neither a string nor a list of messages with role and content")
-    return [_clean_message(message, f"has a message ({n})") for n, message in enumerate(messages, start=1)]
+    if not readable or not all(
+        isinstance(message, Mapping) and message.get("role") for message in messages
+    ):
+        raise ValueError(
+            "has a prompt that is neither a string nor a list of messages with role and content"
+        )
+    return [
+        _clean_message(message, f"has a message ({n})") for n, message in enumerate(messages, start=1)
+    ]
 
 
 def _clean_message(message: Mapping[str, Any], name: str) -> CleanMessage:
@@ -99,7 +121,9 @@ def _clean_message(message: Mapping[str, Any], name: str) -> CleanMessage:
 
 
 def _clean_content(content: Any, role: str, name: str) -> Any:
-    """Return content that is not text as text or a list of parts; a tool's, which may be any JSON value, unchanged."""
+    """Return content that is not text as text or a list of parts; a tool's, which may be any JSON
+    value, unchanged.
+    """
     number = isinstance(content, int | float) and not isinstance(content, bool)
     if number and role != "tool":
         return json.dumps(content)
@@ -107,7 +131,9 @@ def _clean_content(content: Any, role: str, name: str) -> Any:
     if role == "tool" and not (isinstance(parts, list) and all(map(_is_part, parts))):
         return content
     if not isinstance(parts, list):
-        raise ValueError(f"{name} whose content is {type(content).__name__}: it must be text or a list of parts")
+        raise ValueError(
+            f"{name} whose content is {type(content).__name__}: it must be text or a list of parts"
+        )
     return [_clean_part(part, name) for part in parts]
 
 
@@ -119,7 +145,9 @@ def _clean_part(part: Any, name: str) -> CleanMessage:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
-        raise ValueError(f"{name} with a part that is {type(part).__name__}: it must be text or an image")
+        raise ValueError(
+            f"{name} with a part that is {type(part).__name__}: it must be text or an image"
+        )
     clean = {key: value for key, value in part.items() if value is not None}
     if clean.get("type") not in _TEXT_PARTS:
         return clean
@@ -135,7 +163,9 @@ def _clean_calls(calls: Any, name: str) -> list[CleanMessage]:
 
 
 def _clean_call(call: Any, name: str) -> CleanMessage:
-    """Return a call whose arguments are an object: Arrow stores an empty one as null, and some write an empty text."""
+    """Return a call whose arguments are an object: Arrow stores an empty one as null, and some
+    write an empty text.
+    """
     function = call.get("function") or call if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"{name} with a call that has no name of a function")
@@ -164,8 +194,9 @@ def _parsed(text: str, sentence: str) -> Any:
 def chosen_tools(value: Any, offered: Sequence[CleanMessage]) -> list[CleanMessage]:
     """Return the schemas of the tools that a row describes to the model.
 
-    `value` is the row's: None for all of `offered`, the tools that the recipe runs; a list of names or schemas, or the
-    JSON text of one, for some of them. Where nothing is offered, the row's own schemas are returned.
+    `value` is the row's: None for all of `offered`, the tools that the recipe runs; a list of names
+    or schemas, or the JSON text of one, for some of them. Where nothing is offered, the row's own
+    schemas are returned.
     """
     if value is None:
         return list(offered)
@@ -174,20 +205,26 @@ def chosen_tools(value: Any, offered: Sequence[CleanMessage]) -> list[CleanMessa
     tools = [_tool(tool) for tool in (value if isinstance(value, list) else [value])]
     if not offered:
         if names := [tool for tool in tools if isinstance(tool, str)]:
-            raise ValueError(f"names the tool {names[0]!r}, but the recipe has none, and the row does not describe it")
+            raise ValueError(
+                f"names the tool {names[0]!r}, but the recipe has none, and the row does not describe it"
+            )
         return tools
     by_name = {_function_name(schema): schema for schema in offered}
     chosen = []
     for tool in tools:
         tool_name = tool if isinstance(tool, str) else _function_name(tool)
         if tool_name not in by_name:
-            raise ValueError(f"names the tool {tool_name!r}, but those of the recipe are {', '.join(by_name)}")
+            raise ValueError(
+                f"names the tool {tool_name!r}, but those of the recipe are {', '.join(by_name)}"
+            )
         chosen.append(by_name[tool_name])
     return chosen
 
 
 def _tool(tool: Any) -> Any:
-    """Return a tool's name, or its schema in the form {"type": "function", "function": {"name": …}}."""
+    """Return a tool's name, or its schema in the form {"type": "function", "function": {"name":
+    …}}.
+    """
     if isinstance(tool, str):
         if not tool.lstrip().startswith("{"):
             return tool
@@ -205,7 +242,9 @@ def _function_name(schema: Mapping[str, Any]) -> Any:
 
 
 class ChatForm:
-    """The form in which a chat template takes messages, which is found by rendering short conversations."""
+    """The form in which a chat template takes messages, which is found by rendering short
+    conversations.
+    """
 
     def __init__(self, template: Template) -> None:
         self._template = template
@@ -226,7 +265,9 @@ class ChatForm:
         return text
 
     def fitted(self, message: CleanMessage) -> CleanMessage:
-        """Return a clean message in the form that the template takes. Raises ValueError if it takes no such form."""
+        """Return a clean message in the form that the template takes. Raises ValueError if it takes
+        no such form.
+        """
         role = message["role"]
         content = message.get("content")
         if role in _OTHER_NAMES and not self._takes_role(role):
@@ -241,14 +282,18 @@ class ChatForm:
         elif content is not None and not self._takes_parts_of(role):
             kinds = [part["type"] for part in content if part["type"] != "text"]
             if kinds:
-                raise ValueError(f"has a part of the type {kinds[0]!r}, but the chat template takes text only")
+                raise ValueError(
+                    f"has a part of the type {kinds[0]!r}, but the chat template takes text only"
+                )
             fitted["content"] = "".join(part["text"] for part in content)
         if "tool_calls" in message:
             self._fit_calls(fitted)
         return fitted
 
     def _fit_calls(self, fitted: CleanMessage) -> None:
-        """Give a message its empty content and its calls' arguments in the form that the template takes."""
+        """Give a message its empty content and its calls' arguments in the form that the template
+        takes.
+        """
         content = fitted.get("content", ...)
         if content in (..., "", None):
             content, as_text = self._form_of_calls(content)
@@ -261,10 +306,12 @@ class ChatForm:
             fitted["tool_calls"] = [_with_text(call) for call in fitted["tool_calls"]]
 
     def _form_of_calls(self, written: Any) -> tuple[Any, bool]:
-        """Return the content that a template takes beside calls (...: no key), and whether arguments are text.
+        """Return the content that a template takes beside calls (...: no key), and whether
+        arguments are text.
 
-        `written` is the content of a message, which is kept if the template renders calls beside it; other forms of no
-        content are tried, too. Raises ValueError if calls are left out in each form.
+        `written` is the content of a message, which is kept if the template renders calls beside
+        it; other forms of no content are tried, too. Raises ValueError if calls are left out in
+        each form.
         """
         if written not in self._calls:
             has_text = written not in (..., "", None)
@@ -273,18 +320,25 @@ class ChatForm:
             self._calls[written] = next((form for form in forms if self._renders_call(*form)), None)
         form = self._calls[written]
         if form is None:
-            beside = "" if written in (..., "", None) else " beside a text"  # some templates write either, not both
+            # Some templates write either, not both
+            beside = "" if written in (..., "", None) else " beside a text"
             raise ValueError(f"has a tool call{beside}, which the chat template leaves out")
         return form
 
     def _renders_call(self, content: Any, as_text: bool) -> bool:
-        """Return True if the template writes a call's arguments once, as an object's JSON or in words of its own."""
+        """Return True if the template writes a call's arguments once, as an object's JSON or in
+        words of its own.
+        """
         function = {"name": "probe_name", "arguments": {"probe_key": "probe_value"}}
         call = {"id": "probe0000", "type": "function", "function": function}
         turn: CleanMessage = {"role": "assistant", "tool_calls": [_with_text(call) if as_text else call]}
         if content is not ...:
             turn["content"] = content
-        tool = {"name": "probe_name", "description": "", "parameters": {"type": "object", "properties": {}}}
+        tool = {
+            "name": "probe_name",
+            "description": "",
+            "parameters": {"type": "object", "properties": {}},
+        }
         text = self._probe(_ASKED, turn, tools=[{"type": "function", "function": tool}])
         escaped = '\\"probe_key' in text or "{'probe_key'" in text
         return "probe_name" in text and _ARGUMENTS.search(text) is not None and not escaped
@@ -304,11 +358,16 @@ class ChatForm:
 
     @cached_property
     def _takes_text(self) -> bool:
-        return "probe?" in self._probe(_ASKED) or not self._takes_parts_of("user")  # else nothing is known of it
+        # Else nothing is known of it
+        return "probe?" in self._probe(_ASKED) or not self._takes_parts_of("user")
 
     @cached_property
     def _takes_json(self) -> bool:
-        call = {"id": "probe0000", "type": "function", "function": {"name": "probe_name", "arguments": {}}}
+        call = {
+            "id": "probe0000",
+            "type": "function",
+            "function": {"name": "probe_name", "arguments": {}},
+        }
         turn = self.fitted({"role": "assistant", "tool_calls": [call]})
         reply = {
             "role": "tool",
@@ -319,7 +378,9 @@ class ChatForm:
         return '{"probe_key": "probe_value"}' in self._probe(_ASKED, turn, reply)
 
     def _takes_parts_of(self, role: str) -> bool:
-        """Return True if the template writes the texts of a list of parts, and nothing else of them."""
+        """Return True if the template writes the texts of a list of parts, and nothing else of
+        them.
+        """
         if role not in self._takes_parts:
             parts = [{"type": "text", "text": text} for text in ("probe_a", "probe_b")]
             turn: CleanMessage = {"role": role, "content": parts}
@@ -331,7 +392,9 @@ class ChatForm:
         return self._takes_parts[role]
 
     def _takes_role(self, role: str) -> bool:
-        """Return True if the template knows another name of a role: it renders both names alike, or refuses ours."""
+        """Return True if the template knows another name of a role: it renders both names alike, or
+        refuses ours.
+        """
         usual = self._probe(_ASKED, {"role": _OTHER_NAMES[role], "content": "probe"})
         return not usual or usual == self._probe(_ASKED, {"role": role, "content": "probe"})
 
@@ -347,8 +410,12 @@ def _with_text(call: CleanMessage) -> CleanMessage:
 
 
 def plain_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Return the ids of texts with the tokenizer's special tokens, but no second BOS before a text that has one."""
-    encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=True)["input_ids"] if texts else []
+    """Return the ids of texts with the tokenizer's special tokens, but no second BOS before a text
+    that has one.
+    """
+    encoded: list[list[int]] = (
+        tokenizer(list(texts), add_special_tokens=True)["input_ids"] if texts else []
+    )
     bos = tokenizer.bos_token_id
     return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in encoded]
 

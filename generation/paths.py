@@ -11,7 +11,9 @@ class UnsetVariable(ValueError):
 
 
 def expanded(path: str) -> str:
-    """Return a path with `~`, `$NAME` and `${NAME}` replaced, as a shell does it. Raises UnsetVariable."""
+    """Return a path with `~`, `$NAME` and `${NAME}` replaced, as a shell does it. Raises
+    UnsetVariable.
+    """
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]

@@ -15,38 +15,40 @@ from generation.images import Image
 class Trajectory:
     """The policy's answers to one prompt, token by token.
 
-    `response_ids`, `loss_mask` and `logprobs` have the same length. The mask is by position: 1 on every token the
-    policy sampled, its EOS included, whatever its id; 0 on tokens that came from elsewhere (tools, environments).
+    `response_ids`, `loss_mask` and `logprobs` have the same length. The mask is by position: 1 on
+    every token the policy sampled, its EOS included, whatever its id; 0 on tokens that came from
+    elsewhere (tools, environments).
 
-    Attributes:
-        prompt_index: position of the prompt in the step's batch.
-        sample_index: index of the sample in its group, from 0. Trajectories with equal indices belong to one episode.
-        logprobs: the engine's log-probability (nats) of each response token under the distribution it was sampled from
-            (temperature applied); 0.0 where `loss_mask` is 0.
-        weight_version: the policy version that generated it; the newest one, if there were several.
-        versions: (weight version, index of the first response token sampled by it), both ascending, from index 0 on. By
-            default `weight_version` has sampled all tokens; if `versions` are passed, it is set to the last of them.
-        finish_reason: "stop", "length" (an answer or the context was cut), "max_turns" or "error".
-        turns: the number of the policy's answers.
-        answer_start: index in `response_ids` at which the last answer begins; reward functions see the text from there.
+    Attributes: prompt_index: position of the prompt in the step's batch. sample_index: index of the
+        sample in its group, from 0. Trajectories with equal indices belong to one episode.
+        logprobs: the engine's log-probability (nats) of each response token under the distribution
+        it was sampled from (temperature applied); 0.0 where `loss_mask` is 0. weight_version: the
+        policy version that generated it; the newest one, if there were several. versions: (weight
+        version, index of the first response token sampled by it), both ascending, from index 0 on.
+        By default `weight_version` has sampled all tokens; if `versions` are passed, it is set to
+        the last of them. finish_reason: "stop", "length" (an answer or the context was cut),
+        "max_turns" or "error". turns: the number of the policy's answers. answer_start: index in
+        `response_ids` at which the last answer begins; reward functions see the text from there.
         text: the complete response, decoded without special tokens; or `decoded`, if there is one.
-        decoded: the text that a sampler returned, displayed and rewarded instead of the decoded ids; None: no text.
-        vote: the value by which the last answer takes part in a majority vote; None: it takes no part.
-        reward: the reward from the environment or the rollout function; the trainer adds the sum of the reward
-            functions. An episode's reward is that of its last trajectory.
-        turn_rewards: the reward of each answer, in order, if the environment rewards turns; they are part of `reward`.
-        metrics: numbers about this trajectory, by name. Over a step, those that begin with "tools/" or "server/" are
-            summed, and those with "client/" are averaged. "reward/errors/FUNCTION/KIND" is 1 where a function failed.
-        routes: the experts that a mixture's routers chose, if the engine reports them; see `Generation`.
-        images: the images, in the order of their tokens in prompt and response.
-        image_spans: (index in `prompt_ids + response_ids`, count) of each image's tokens. Other tokens with the same id
-            belong to no image, since the policy may sample them (https://github.com/modelscope/ms-swift/issues/9287).
-        reward_parts: the values that make up the reward, by name: of reward functions, before their weights, and of an
-            environment or a client.
-        reward_error: why a reward function failed on it; empty if none has failed.
-        abstained: True if every reward function abstained and the episode gave no reward of its own, so that nothing
-            has judged the answer. Such an answer leaves its group, but has not failed.
-        error: not empty when generation of this sample failed; such a sample is counted and left out of the loss.
+        decoded: the text that a sampler returned, displayed and rewarded instead of the decoded
+        ids; None: no text. vote: the value by which the last answer takes part in a majority vote;
+        None: it takes no part. reward: the reward from the environment or the rollout function; the
+        trainer adds the sum of the reward functions. An episode's reward is that of its last
+        trajectory. turn_rewards: the reward of each answer, in order, if the environment rewards
+        turns; they are part of `reward`. metrics: numbers about this trajectory, by name. Over a
+        step, those that begin with "tools/" or "server/" are summed, and those with "client/" are
+        averaged. "reward/errors/FUNCTION/KIND" is 1 where a function failed. routes: the experts
+        that a mixture's routers chose, if the engine reports them; see `Generation`. images: the
+        images, in the order of their tokens in prompt and response. image_spans: (index in
+        `prompt_ids + response_ids`, count) of each image's tokens. Other tokens with the same id
+        belong to no image, since the policy may sample them
+        (https://github.com/modelscope/ms-swift/issues/9287). reward_parts: the values that make up
+        the reward, by name: of reward functions, before their weights, and of an environment or a
+        client. reward_error: why a reward function failed on it; empty if none has failed.
+        abstained: True if every reward function abstained and the episode gave no reward of its
+        own, so that nothing has judged the answer. Such an answer leaves its group, but has not
+        failed. error: not empty when generation of this sample failed; such a sample is counted and
+        left out of the loss.
     """
 
     prompt_index: int
@@ -84,26 +86,37 @@ class Trajectory:
         self.weight_version = self.versions[-1][0]
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
-        """Append sampled tokens to the response, or, without log-probabilities, tokens that came from elsewhere."""
+        """Append sampled tokens to the response, or, without log-probabilities, tokens that came
+        from elsewhere.
+        """
         self.response_ids += token_ids
         self.loss_mask += [int(logprobs is not None)] * len(token_ids)
         self.logprobs += [0.0] * len(token_ids) if logprobs is None else logprobs
 
 
-def checked_versions(versions: Iterable[Sequence[int]], tokens: int, place: str) -> list[tuple[int, int]]:
-    """Return `versions`, pairs of a version and the index of its first token, checked to cover `tokens` tokens.
+def checked_versions(
+    versions: Iterable[Sequence[int]], tokens: int, place: str
+) -> list[tuple[int, int]]:
+    """Return `versions`, pairs of a version and the index of its first token, checked to cover
+    `tokens` tokens.
 
-    Raises ValueError, whose message begins with `place`, where the first version does not begin at 0, one begins after
-    the last token, or versions or indices do not ascend.
+    Raises ValueError, whose message begins with `place`, where the first version does not begin at
+    0, one begins after the last token, or versions or indices do not ascend.
     """
     pairs = [(int(version), int(start)) for version, start in versions]
     starts = [start for _, start in pairs]
     if not pairs or starts[0] != 0:
-        raise ValueError(f"{place}: versions {pairs} leave the first tokens out: the first must begin at 0")
+        raise ValueError(
+            f"{place}: versions {pairs} leave the first tokens out: the first must begin at 0"
+        )
     if starts[-1] >= max(tokens, 1):
-        raise ValueError(f"{place}: a version begins at token {starts[-1]}, but there are {tokens} tokens")
+        raise ValueError(
+            f"{place}: a version begins at token {starts[-1]}, but there are {tokens} tokens"
+        )
     if any(after <= before for pair in pairwise(pairs) for before, after in zip(*pair, strict=True)):
-        raise ValueError(f"{place}: versions {pairs} must ascend, and so must the tokens at which they begin")
+        raise ValueError(
+            f"{place}: versions {pairs} must ascend, and so must the tokens at which they begin"
+        )
     return pairs
 
 
@@ -117,8 +130,8 @@ def merged_versions(versions: Iterable[tuple[int, int]]) -> list[tuple[int, int]
 
 
 def checked_reward(value: Any, description: str) -> float:
-    """Return a reward as a number, checked to be finite as a float32. Raises ValueError, whose message begins with
-    `description`: "the client returned nan, which is not a finite float32".
+    """Return a reward as a number, checked to be finite as a float32. Raises ValueError, whose
+    message begins with `description`: "the client returned nan, which is not a finite float32".
     """
     try:
         if isinstance(value, str | bytes):
@@ -135,8 +148,9 @@ def checked_reward(value: Any, description: str) -> float:
 
 
 def check_rewards(trajectory: Trajectory, source: str) -> None:
-    """Replace all rewards of a trajectory by their `checked_reward`, in place. Raises ValueError, naming `source`, for
-    a reward that fails that check, and for names of rewards or metrics that are not valid Unicode.
+    """Replace all rewards of a trajectory by their `checked_reward`, in place. Raises ValueError,
+    naming `source`, for a reward that fails that check, and for names of rewards or metrics that
+    are not valid Unicode.
     """
     for name in (*trajectory.reward_parts, *trajectory.metrics):
         if name != name.encode(errors="replace").decode():
@@ -162,10 +176,11 @@ P = TypeVar("P", bound=Placed)
 
 
 def by_episode(trajectories: Iterable[P]) -> list[list[P]]:
-    """Return trajectories grouped by episode; episodes, and the trajectories of each, keep their order.
+    """Return trajectories grouped by episode; episodes, and the trajectories of each, keep their
+    order.
 
-    Most episodes have one trajectory. A rollout function may return several, and an OpenAI client makes one for each
-    conversation.
+    Most episodes have one trajectory. A rollout function may return several, and an OpenAI client
+    makes one for each conversation.
     """
     episodes: dict[tuple[int, int], list[P]] = {}
     for trajectory in trajectories:
@@ -181,6 +196,8 @@ def plain(value: Any) -> Any:
 
 
 def array(_: type, packed: tuple[str, list[int], bytes]) -> np.ndarray:
-    """Return the array that `plain` has packed, for `msgspec` to read. The type that it asks for is ignored."""
+    """Return the array that `plain` has packed, for `msgspec` to read. The type that it asks for is
+    ignored.
+    """
     dtype, shape, data = packed
     return np.frombuffer(data, dtype).reshape(shape)

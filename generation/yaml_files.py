@@ -1,13 +1,13 @@
-"""Reads YAML files that include other files, with defaults that environment variables override.
+"""Read YAML files that include other files, with defaults that environment variables override.
 
     includes: [base.yaml, sizes.yaml]        # relative to this file; later files win, and this file wins over them all
     engine:
       includes: [engine.yaml]                # also inside a section: that file's contents become part of the section
       max_num_seqs: ${MAX_SEQS:64}           # the environment variable MAX_SEQS if it is set, else 64
 
-A value is read as YAML, even if it comes from the environment: `${NAME:[1, 2]}` is a list, `${NAME:}` is null. Within
-a longer text it is inserted unchanged. `${NAME}` in capitals is short for OmegaConf's `${oc.env:NAME}`, and OmegaConf
-interprets everything else that begins with `${`.
+A value is read as YAML, even if it comes from the environment: `${NAME:[1, 2]}` is a list,
+`${NAME:}` is null. Within a longer text it is inserted unchanged. `${NAME}` in capitals is short
+for OmegaConf's `${oc.env:NAME}`, and OmegaConf interprets everything else that begins with `${`.
 """
 
 import os
@@ -27,15 +27,16 @@ from generation.paths import UnsetVariable, expanded
 
 INCLUDES = "includes"
 
-_MOST_CHARACTERS, _LEAST_CHARACTERS = 2**20, 2**9  # that all interpolations may insert; that each one counts for
+# That all interpolations may insert; that each one counts for
+_MOST_CHARACTERS, _LEAST_CHARACTERS = 2**20, 2**9
 _IN_CAPITALS = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
 _DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):([^{}]*)\}")
 
 
 def read_yaml(path: Path) -> DictConfig:
-    """Return a file's mapping with includes merged and defaults filled in, but `${a.b}` not yet resolved. Raises
-    ValueError, naming the file and those that include it, where a file is missing, is not a mapping in valid YAML, or
-    includes itself.
+    """Return a file's mapping with includes merged and defaults filled in, but `${a.b}` not yet
+    resolved. Raises ValueError, naming the file and those that include it, where a file is missing,
+    is not a mapping in valid YAML, or includes itself.
     """
     merged = OmegaConf.create(_read(path, ()))
     assert isinstance(merged, DictConfig)
@@ -43,7 +44,9 @@ def read_yaml(path: Path) -> DictConfig:
 
 
 def fill_defaults(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
-    """Return a value of plain containers with every `${NAME:default}` replaced, and `${NAME}` made `${oc.env:NAME}`."""
+    """Return a value of plain containers with every `${NAME:default}` replaced, and `${NAME}` made
+    `${oc.env:NAME}`.
+    """
     if isinstance(value, dict):
         return {key: fill_defaults(inner, environ) for key, inner in value.items()}
     if isinstance(value, list):
@@ -57,7 +60,9 @@ def fill_defaults(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
 
 
 class _CountingVisitor(GrammarVisitor):
-    """Limits the characters that interpolations insert, since OmegaConf (2.4) does not; counts before inserting."""
+    """Limits the characters that interpolations insert, since OmegaConf (2.4) does not; counts
+    before inserting.
+    """
 
     characters_left = 0
 
@@ -73,8 +78,9 @@ class _CountingVisitor(GrammarVisitor):
 
 
 def resolve(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a mapping of plain containers with OmegaConf's interpolations resolved. Raises ValueError where they
-    insert more than 2^20 characters, before that memory is used, and OmegaConf's errors where one cannot be resolved.
+    """Return a mapping of plain containers with OmegaConf's interpolations resolved. Raises
+    ValueError where they insert more than 2^20 characters, before that memory is used, and
+    OmegaConf's errors where one cannot be resolved.
     """
     vars(omegaconf.base)["GrammarVisitor"] = _CountingVisitor
     _CountingVisitor.characters_left = _MOST_CHARACTERS + len(str(value))
@@ -83,7 +89,10 @@ def resolve(value: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, OmegaConfBaseException) as error:
         if _CountingVisitor.characters_left >= 0:
             raise
-        text = f"interpolations insert more than {_MOST_CHARACTERS} characters: let fewer of them refer to others"
+        text = (
+            f"interpolations insert more than {_MOST_CHARACTERS} characters: let fewer of them refer to "
+            "others"
+        )
         raise ValueError(text) from error
     finally:
         vars(omegaconf.base)["GrammarVisitor"] = GrammarVisitor
@@ -106,12 +115,16 @@ def _typed(text: str, name: str) -> Any:
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    """Read one file with its includes; `above` are the files that include it, the outermost first."""
+    """Read one file with its includes; `above` are the files that include it, the outermost
+    first.
+    """
     loaded = load_mapping(path, above)
     if os.path.realpath(path) in map(os.path.realpath, above):
         cycle = " includes ".join([str(above[0]), *(file.name for file in (*above[1:], path))])
         raise ValueError(f"{INCLUDES}: {cycle}, and so on without end")
-    try:  # OmegaConf has no default of its own that holds `;` or `<`, so it sees the text after defaults are filled in
+    try:
+        # OmegaConf has no default of its own that holds `;` or `<`, so it sees the text after
+        # defaults are filled in
         values: Any = OmegaConf.to_container(OmegaConf.create(fill_defaults(loaded)), resolve=False)
     except (ValueError, OmegaConfBaseException) as error:
         raise ValueError(f"{path}{_included_by(above)} cannot be read: {first_line(error)}") from error
@@ -121,7 +134,9 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     return _with_includes(values, INCLUDES, path, above)
 
 
-def _with_includes(values: dict[str, Any], key: str, path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+def _with_includes(
+    values: dict[str, Any], key: str, path: Path, above: tuple[Path, ...]
+) -> dict[str, Any]:
     """Return the contents of the files that `values` includes, overridden by `values` itself."""
     if INCLUDES not in values:
         return values
@@ -138,15 +153,19 @@ def _with_includes(values: dict[str, Any], key: str, path: Path, above: tuple[Pa
     try:
         merged = OmegaConf.merge(*map(OmegaConf.create, [*parts, section]))
     except OmegaConfBaseException as error:
-        raise ValueError(f"{path}: {key}: these files do not merge with this one: {first_line(error)}") from error
+        raise ValueError(
+            f"{path}: {key}: these files do not merge with this one: {first_line(error)}"
+        ) from error
     return OmegaConf.to_container(merged, resolve=False)  # type: ignore[return-value]
 
 
 def load_mapping(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return the mapping in a file as plain text: interpolations are not even parsed, and nothing is included.
+    """Return the mapping in a file as plain text: interpolations are not even parsed, and nothing
+    is included.
 
-    `above` are the files that include it, the outermost first. Raises ValueError, naming the file, where it is not a
-    mapping in valid YAML, or has more than 10,000 values by aliases; RecursionError where it is nested too deep.
+    `above` are the files that include it, the outermost first. Raises ValueError, naming the file,
+    where it is not a mapping in valid YAML, or has more than 10,000 values by aliases;
+    RecursionError where it is nested too deep.
     """
     by = _included_by(above)
     if os.path.exists(path) and not os.path.isfile(path):

@@ -2,8 +2,9 @@
 
     from hotbunk import ShardingManager, TrainConfig, VllmGeneration
 
-Each is imported on first use, from the package that it lives in, and takes torch or vLLM with it only then. A module
-of the user's that is called `trainer`, say, does not get in the way, unless the program has imported it before.
+Each is imported on first use, from the package that it lives in, and takes torch or vLLM with it
+only then. A module of the user's that is called `trainer`, say, does not get in the way, unless the
+program has imported it before.
 """
 
 import sys
@@ -18,7 +19,9 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def _package(name: str) -> ModuleType:
-    """Hotbunk's package of that name. Raises ImportError if something else has been imported by it."""
+    """Return Hotbunk's package of that name. Raises ImportError if something else has been imported
+    by it.
+    """
     sys.path.insert(0, str(_ROOT))  # before the current folder, which may hold a module of that name
     try:
         package = import_module(name)
@@ -26,7 +29,9 @@ def _package(name: str) -> ModuleType:
         sys.path.remove(str(_ROOT))
     file = package.__file__ or str(package.__path__)
     if not Path(file).is_relative_to(_ROOT / name):
-        raise ImportError(f"{file} has been imported as {name}, as Hotbunk's package is called: give it another name")
+        raise ImportError(
+            f"{file} has been imported as {name}, as Hotbunk's package is called: give it another name"
+        )
     return package
 
 

@@ -5,11 +5,14 @@ import sys
 
 import hotbunk
 
-_SLOW = ("train", "sft", "eval", "generate", "serve", "doctor", "plan")  # commands whose imports take seconds
+# Commands whose imports take seconds
+_SLOW = ("train", "sft", "eval", "generate", "serve", "doctor", "plan")
 
 
 def main() -> int:
-    """Runs the command that this process's arguments name, and returns the exit code. `train` and `sft` start ranks."""
+    """Run the command that this process's arguments name, and return the exit code. `train` and
+    `sft` start ranks.
+    """
     words = sys.argv[1:]
     if words == ["--version"]:
         print(f"hotbunk {hotbunk.__version__}")

@@ -28,17 +28,21 @@ Dependency = tuple[str, Requirement]
 
 
 def read_lock(device: str) -> Lock:
-    """Returns the lock of `cpu` or `cuda`, as package to version."""
+    """Return the lock of `cpu` or `cuda`, as package to version."""
     lines = (FOLDER / f"{device}.txt").read_text().splitlines()
     pins = (line.split("==") for line in lines if line and not line.startswith("#"))
     return {canonicalize_name(name): pin for name, pin in pins}
 
 
 def left_out(device: str) -> dict[str, str]:
-    """Returns the packages that a lock leaves out on purpose, and the reasons."""
+    """Return the packages that a lock leaves out on purpose, and the reasons."""
     file = FOLDER / f"{device}_left_out.txt"
     lines = file.read_text().splitlines() if file.exists() else []
-    return {name.strip(): reason.strip() for name, _, reason in (line.partition("#") for line in lines) if name.strip()}
+    return {
+        name.strip(): reason.strip()
+        for name, _, reason in (line.partition("#") for line in lines)
+        if name.strip()
+    }
 
 
 UNLOCKED = {"openenv", "reasoning-gym", "textarena", "trackers"}
@@ -46,15 +50,18 @@ UNLOCKED = {"openenv", "reasoning-gym", "textarena", "trackers"}
 
 
 def own_requirements(device: str) -> list[str]:
-    """Returns the requirements of pyproject.toml, with all extras except the other device's and `UNLOCKED`."""
+    """Return the requirements of pyproject.toml, with all extras except the other device's and `UNLOCKED`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
     excluded = {{"cpu": "cuda", "cuda": "cpu"}[device], *UNLOCKED}
-    return [*project["dependencies"], *(line for name in extras if name not in excluded for line in extras[name])]
+    return [
+        *project["dependencies"],
+        *(line for name in extras if name not in excluded for line in extras[name]),
+    ]
 
 
 def installed(name: str, pinned: str) -> list[str]:
-    """Returns the requirements of a package in this environment.
+    """Return the requirements of a package in this environment.
 
     Raises:
         LookupError: the package is not installed, or in another version.
@@ -69,7 +76,7 @@ def installed(name: str, pinned: str) -> list[str]:
 
 
 def stored_or_installed(name: str, pinned: str) -> list[str]:
-    """Returns the requirements of a package of the CUDA lock, as they are stored or, otherwise, as `installed`."""
+    """Return the requirements of a package of the CUDA lock, as they are stored or, otherwise, as `installed`."""
     stored: dict[str, list[str]] = json.loads(METADATA.read_text())
     lines = stored.get(f"{name}=={pinned}")
     return installed(name, pinned) if lines is None else lines
@@ -80,20 +87,27 @@ PYTHONS = ("3.11", "3.12", "3.13")
 
 
 def asked_for(
-    lock: Lock, requirements: list[str], metadata: Callable[[str, str], list[str]], python: str | None = None
+    lock: Lock,
+    requirements: list[str],
+    metadata: Callable[[str, str], list[str]],
+    python: str | None = None,
 ) -> Iterator[Dependency]:
-    """Yields the requirements of hotbunk and of the packages of the lock, including those of extras that are required.
+    """Yield the requirements of hotbunk and of the packages of the lock, including those of extras that are required.
 
     `python` is the release that markers are evaluated for, such as "3.12"; None: that of this environment.
     """
     release = {"python_version": python, "python_full_version": f"{python}.0"} if python else {}
     todo = [("hotbunk", "", Requirement(line)) for line in requirements]
-    todo += [(name, "", Requirement(line)) for name, pinned in lock.items() for line in metadata(name, pinned)]
+    todo += [
+        (name, "", Requirement(line)) for name, pinned in lock.items() for line in metadata(name, pinned)
+    ]
     reached: set[tuple[str, str]] = set()
     while todo:
         name, extra, requirement = todo.pop()
         if requirement.marker is not None:
-            with_extra, without = (requirement.marker.evaluate(release | {"extra": value}) for value in (extra, ""))
+            with_extra, without = (
+                requirement.marker.evaluate(release | {"extra": value}) for value in (extra, "")
+            )
             if not with_extra or (extra and without):
                 continue
         elif extra:
@@ -103,13 +117,15 @@ def asked_for(
         for further in requirement.extras if package in lock else ():
             if (package, further) not in reached:
                 reached.add((package, further))
-                todo += [(package, further, Requirement(line)) for line in metadata(package, lock[package])]
+                todo += [
+                    (package, further, Requirement(line)) for line in metadata(package, lock[package])
+                ]
 
 
 def problems(
     device: str, lock: Lock, metadata: Callable[[str, str], list[str]], python: str | None = None
 ) -> list[str]:
-    """Returns a sentence for each requirement that is neither met by the lock nor left out on purpose."""
+    """Return a sentence for each requirement that is neither met by the lock nor left out on purpose."""
     excepted, used, sentences = left_out(device), set(), []
     for package, requirement in asked_for(lock, own_requirements(device), metadata, python):
         if (device, package) == ("cpu", "torch"):  # installed first, with all that its build requires
@@ -118,18 +134,24 @@ def problems(
         if name not in lock and name in excepted:
             used.add(name)
         elif name not in lock:
-            sentences.append(f"{package} requires {name}{requirement.specifier}, which {device}.txt lacks")
+            sentences.append(
+                f"{package} requires {name}{requirement.specifier}, which {device}.txt lacks"
+            )
         elif not SpecifierSet(_release(requirement.specifier)).contains(lock[name], prereleases=True):
-            sentences.append(f"{package} requires {name}{requirement.specifier}, but {device}.txt has {lock[name]}")
+            sentences.append(
+                f"{package} requires {name}{requirement.specifier}, but {device}.txt has {lock[name]}"
+            )
     unused = sorted(excepted.keys() - used)
     sentences += [f"{device}_left_out.txt names {name}, which no package requires" for name in unused]
     return sorted(set(sentences))
 
 
 def store(lock: Lock) -> None:
-    """Writes `cuda_metadata.json` from this environment: the requirements by name and extra."""
+    """Write `cuda_metadata.json` from this environment: the requirements by name and extra."""
     same = read_lock("cpu").items()
-    stored: dict[str, list[str]] = {f"{name}=={pin}": [] for name, pin in lock.items() if (name, pin) not in same}
+    stored: dict[str, list[str]] = {
+        f"{name}=={pin}": [] for name, pin in lock.items() if (name, pin) not in same
+    }
     for package, requirement in asked_for(lock, own_requirements("cuda"), installed):
         name, _, extra = package.rstrip("]").partition("[")
         requirement.marker = None
@@ -141,9 +163,11 @@ def store(lock: Lock) -> None:
 
 
 def lacking(name: str, device: str) -> list[str]:
-    """Returns the requirements of an installed package that are neither met here nor left out by the lock."""
+    """Return the requirements of an installed package that are neither met here nor left out by the lock."""
     requirements = [Requirement(line) for line in requires(name) or []]
-    needed = [line for line in requirements if line.marker is None or line.marker.evaluate({"extra": ""})]
+    needed = [
+        line for line in requirements if line.marker is None or line.marker.evaluate({"extra": ""})
+    ]
     return [
         f"{requirement.name}{_release(requirement.specifier)}"
         for requirement in needed
@@ -153,18 +177,20 @@ def lacking(name: str, device: str) -> list[str]:
 
 def _met(requirement: Requirement) -> bool:
     try:
-        return SpecifierSet(_release(requirement.specifier)).contains(version(requirement.name), prereleases=True)
+        return SpecifierSet(_release(requirement.specifier)).contains(
+            version(requirement.name), prereleases=True
+        )
     except PackageNotFoundError:
         return False
 
 
 def _release(specifier: SpecifierSet) -> str:
-    """Returns a specifier without local versions: +cpu is a build of the same release."""
+    """Return a specifier without local versions: +cpu is a build of the same release."""
     return re.sub(r"\+\w+", "", str(specifier))
 
 
 def main(device: str, *options: str) -> int:
-    """Prints the mistakes in the lock of a device, by this environment's metadata. Returns 1 if there are any.
+    """Print the mistakes in the lock of a device, by this environment's metadata. Return 1 if there are any.
 
     With `--lacking PACKAGE`, prints that package's requirements that this environment lacks, instead.
     """
@@ -176,7 +202,9 @@ def main(device: str, *options: str) -> int:
     if "--store" in options:
         store(lock)
     sentences = problems(device, lock, installed)
-    print("\n".join(sentences) or f"{device}.txt: {len(lock)} packages, and everything that they require")
+    print(
+        "\n".join(sentences) or f"{device}.txt: {len(lock)} packages, and everything that they require"
+    )
     return bool(sentences)
 
 

@@ -1,4 +1,4 @@
-"""Counts files, lines and functions by package, and those of the core, which one person should be able to know.
+"""Count files, lines and functions by package, and those of the core, which one person should be able to know.
 
 python scripts/count.py [FOLDER]
 """
@@ -21,7 +21,14 @@ CORE = {
         "learning",
     ],
     "trainer/policy": ["fsdp", "module", "attention", "logprobs", "optimizer"],
-    "generation": ["engine", "trajectory", "rollouts/episodes", "rollouts/episode", "rollouts/tools", "rollouts/agent"],
+    "generation": [
+        "engine",
+        "trajectory",
+        "rollouts/episodes",
+        "rollouts/episode",
+        "rollouts/tools",
+        "rollouts/agent",
+    ],
     "sharding": ["manager", "wire", "send"],
     "sharding/worker": ["extension", "receiver", "loader", "recording"],
 }
@@ -30,11 +37,15 @@ CORE = {
 def main() -> None:
     """Print a line for each package, one for the core, and the lengths of all functions."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
-    texts = {path: path.read_text() for package in PACKAGES for path in sorted((root / package).rglob("*.py"))}
+    texts = {
+        path: path.read_text() for package in PACKAGES for path in sorted((root / package).rglob("*.py"))
+    }
     inside = tuple(root / folder / name for folder, names in CORE.items() for name in names)
     core = [path for path in texts if any(path.with_suffix("").is_relative_to(part) for part in inside)]
     for package in PACKAGES:
-        print_line(package, [text for path, text in texts.items() if path.is_relative_to(root / package)])
+        print_line(
+            package, [text for path, text in texts.items() if path.is_relative_to(root / package)]
+        )
     print_line("all", list(texts.values()))
     print_line("core", [texts[path] for path in core])
     lengths = sorted(
@@ -48,18 +59,24 @@ def main() -> None:
 
 
 def print_line(name: str, texts: list[str]) -> None:
-    """Prints one line of the table."""
+    """Print one line of the table."""
     lines, code = sum(len(text.splitlines()) for text in texts), sum(map(code_lines, texts))
     print(f"{name:12} {len(texts):4} files {lines:7,} lines {code:7,} of code")
 
 
 def code_lines(text: str) -> int:
-    """Returns the number of lines that are neither blank, nor only a comment, nor part of a docstring."""
-    statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr) and node.end_lineno]
+    """Return the number of lines that are neither blank, nor only a comment, nor part of a docstring."""
+    statements = [
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr) and node.end_lineno
+    ]
     strings = [node for node in statements if isinstance(getattr(node.value, "value", None), str)]
     documented = {line for node in strings for line in range(node.lineno, node.end_lineno + 1)}
     lines = enumerate(text.splitlines(), 1)
-    return sum(bool(line.strip()) and not line.strip().startswith("#") for n, line in lines if n not in documented)
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#")
+        for n, line in lines
+        if n not in documented
+    )
 
 
 if __name__ == "__main__":

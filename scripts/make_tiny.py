@@ -20,7 +20,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen2")
-    parser.add_argument("--tied", action="store_true", default=True, help="share input and output embeddings (default)")
+    parser.add_argument(
+        "--tied", action="store_true", default=True, help="share input and output embeddings (default)"
+    )
     parser.add_argument("--untied", dest="tied", action="store_false")
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--intermediate-size", type=int, default=512)
@@ -31,7 +33,8 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=288)
     parser.add_argument("--seed", type=int, default=0)
     options = vars(parser.parse_args())
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed, which is imported, warns that there is no GPU
+    # Otherwise DeepSpeed, which is imported, warns that there is no GPU
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     transformers_logging.disable_progress_bar()
     make_tiny_model(options.pop("folder"), **options)
 

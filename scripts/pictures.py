@@ -51,7 +51,7 @@ STEP = {"wake": "#d9e4f2", "sync": "#7fa8d9", "rollout": BLUE, "sleep": "#b9cde8
 
 
 def role(process: psutil.Process) -> str:
-    """Returns the part that a process has in a run, by its command line."""
+    """Return the part that a process has in a run, by its command line."""
     line = " ".join(process.cmdline())
     marks = {
         "guardian.py": "guardian",
@@ -68,23 +68,27 @@ def role(process: psutil.Process) -> str:
 
 
 def tree(process: psutil.Process) -> dict[str, Any]:
-    """Returns the role of a process, and the trees of its children in the order of their start."""
+    """Return the role of a process, and the trees of its children in the order of their start."""
     return {"role": role(process), "children": [tree(child) for child in process.children()]}
 
 
 def memory_mib(process: psutil.Process) -> float:
-    """Returns the proportional set size of a process in MiB."""
+    """Return the proportional set size of a process in MiB."""
     rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
     return int(re.findall(r"^Pss:\s+(\d+)", rollup, re.MULTILINE)[0]) / 1024
 
 
 def train(recipe: str, *overrides: str) -> dict[str, Any]:
-    """Runs a recipe. Returns its figures, the tree of its processes and samples of their memory."""
+    """Run a recipe. Return its figures, the tree of its processes and samples of their memory."""
     words = [word.removeprefix("--") for word in overrides]
-    config = load_config(Path(recipe), [f"{key}={value}" for key, value in zip(words[::2], words[1::2], strict=True)])
+    config = load_config(
+        Path(recipe), [f"{key}={value}" for key, value in zip(words[::2], words[1::2], strict=True)]
+    )
     metrics = config.run.folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
-    run = subprocess.Popen([sys.executable, "-m", "hotbunk", "train", recipe, *overrides, "--resume", "none"])
+    run = subprocess.Popen(
+        [sys.executable, "-m", "hotbunk", "train", recipe, *overrides, "--resume", "none"]
+    )
     written: list[float] = []
     samples: list[dict[str, float]] = []
     processes: dict[str, list[psutil.Process]] = {}
@@ -98,26 +102,32 @@ def train(recipe: str, *overrides: str) -> dict[str, Any]:
             family = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
             if len(family) > size:
                 size, largest = len(family), tree(family[0])
-                processes = {part: [one for one in family if role(one) in roles] for part, roles in PARTS.items()}
-            samples.append({part: round(sum(map(memory_mib, those)), 1) for part, those in processes.items()})
+                processes = {
+                    part: [one for one in family if role(one) in roles] for part, roles in PARTS.items()
+                }
+            samples.append(
+                {part: round(sum(map(memory_mib, those)), 1) for part, those in processes.items()}
+            )
             samples[-1]["time"] = time.time()
     return {"processes": largest, "memory": samples, "written": written} | figures(config.run.folder)
 
 
 def figures(run: Path) -> dict[str, Any]:
-    """Returns the figures of a run's steps that the pictures show."""
+    """Return the figures of a run's steps that the pictures show."""
     rows = read_rows(run / "metrics.jsonl")
-    return {"steps": [{key: value for key, value in row.items() if key.startswith(KEPT)} for row in rows]}
+    return {
+        "steps": [{key: value for key, value in row.items() if key.startswith(KEPT)} for row in rows]
+    }
 
 
 def read(name: str) -> dict[str, Any]:
-    """Returns the saved record of a run."""
+    """Return the saved record of a run."""
     record: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
     return record
 
 
 def memory() -> Figure:
-    """Draws the memory of the ranks and of their engines over two steps, with the steps' phases."""
+    """Draw the memory of the ranks and of their engines over two steps, with the steps' phases."""
     record = read("step")
     end = record["written"][-2]
     start = end - sum(record["steps"][index]["time/step"] for index in (-3, -2))
@@ -126,13 +136,21 @@ def memory() -> Figure:
         phases = spans(record["steps"][index])
         left = record["written"][index] - start - sum(duration for _, _, duration in phases)
         for phase, begin, duration in phases:
-            axes.axvspan(left + begin, left + begin + duration, color=STEP[phase], alpha=0.18, linewidth=0)
+            axes.axvspan(
+                left + begin, left + begin + duration, color=STEP[phase], alpha=0.18, linewidth=0
+            )
             if duration > 1:
                 axes.text(left + begin + duration / 2, 3.25, phase, ha="center", fontsize=9, color=INK)
     samples = [sample for sample in record["memory"] if start <= sample["time"] <= end]
     times = [sample["time"] - start for sample in samples]
     for part, color in (("trainer", ORANGE), ("engine", BLUE)):
-        axes.plot(times, [sample[part] / 1024 for sample in samples], color=color, label=LABELS[part], linewidth=2)
+        axes.plot(
+            times,
+            [sample[part] / 1024 for sample in samples],
+            color=color,
+            label=LABELS[part],
+            linewidth=2,
+        )
     axes.set_ylim(0, 3.5)
     axes.set_xlim(0, end - start)
     axes.set_title("memory (GiB)")
@@ -142,7 +160,7 @@ def memory() -> Figure:
 
 
 def step() -> Figure:
-    """Draws the timeline of a step: what is in memory in each phase."""
+    """Draw the timeline of a step: what is in memory in each phase."""
     phases = spans(read("step")["steps"][-2])
     begins = {phase: begin for phase, begin, _ in phases}
     ends = {phase: begin + duration for phase, begin, duration in phases}
@@ -170,7 +188,7 @@ def step() -> Figure:
 
 
 def spans(row: dict[str, float]) -> list[tuple[str, float, float]]:
-    """Returns each phase of a step with its start and duration in seconds; moving memory counts as waking."""
+    """Return each phase of a step with its start and duration in seconds; moving memory counts as waking."""
     seconds = {phase: row[f"time/{phase}"] for phase in STEP}
     seconds["wake"] += row["time/step"] - sum(seconds.values())
     begins = [sum(list(seconds.values())[:place]) for place in range(len(seconds))]
@@ -178,7 +196,7 @@ def spans(row: dict[str, float]) -> list[tuple[str, float, float]]:
 
 
 def processes() -> Figure:
-    """Draws the tree of the processes of a run on two ranks, without those of the second rank."""
+    """Draw the tree of the processes of a run on two ranks, without those of the second rank."""
     launcher = read("step")["processes"]
     lines = list(outline({**launcher, "children": launcher["children"][:1]}))
     figure = Figure(figsize=(10, 0.34 * len(lines) + 0.4), facecolor="white")
@@ -190,7 +208,13 @@ def processes() -> Figure:
         left = 0.3 + 0.55 * depth
         color = next((COLORS[part] for part, roles in PARTS.items() if name in roles), GREY)
         axes.text(
-            left, place, name, va="center", fontsize=10, color="white", bbox={"facecolor": color, "edgecolor": "none"}
+            left,
+            place,
+            name,
+            va="center",
+            fontsize=10,
+            color="white",
+            bbox={"facecolor": color, "edgecolor": "none"},
         )
         axes.text(4.6, place, MEANINGS.get(name, ""), va="center", fontsize=10, color=INK)
         if parent is not None:
@@ -202,7 +226,7 @@ def processes() -> Figure:
 def outline(
     node: dict[str, Any], depth: int = 0, parent: int | None = None, place: int = 0
 ) -> Iterator[tuple[int, int | None, str]]:
-    """Yields the depth, the parent's place and the role of each process. Of equal subtrees, only one is included."""
+    """Yield the depth, the parent's place and the role of each process. Of equal subtrees, only one is included."""
     yield depth, parent, node["role"]
     last = place
     different = {json.dumps(child): child for child in node["children"]}
@@ -213,7 +237,7 @@ def outline(
 
 
 def panels(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
-    """Returns a white figure and its axes, which have a light grid."""
+    """Return a white figure and its axes, which have a light grid."""
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for one in axes:
@@ -229,14 +253,16 @@ PICTURES = {"step": step, "memory": memory, "processes": processes}
 
 
 def draw(folder: Path) -> None:
-    """Draws all pictures into a folder."""
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hotbunk", "font.family": "sans-serif"}):
+    """Draw all pictures into a folder."""
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "hotbunk", "font.family": "sans-serif"}
+    ):
         for name, picture in PICTURES.items():
             picture().savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 
 def main(arguments: list[str]) -> None:
-    """Draws the pictures, or saves the figures of a run."""
+    """Draw the pictures, or save the figures of a run."""
     if not arguments:
         draw(FOLDER)
         return

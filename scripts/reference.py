@@ -80,7 +80,7 @@ assert torch.allclose(advantages.group_relative(rewards), torch.tensor([[1.0, -1
 
 
 def configuration() -> str:
-    """Returns the page about all keys of a recipe."""
+    """Return the page about all keys of a recipe."""
     schema = TrainConfig.model_json_schema()
     lines = [
         "# Configuration",
@@ -98,8 +98,10 @@ def configuration() -> str:
     return "\n".join(lines) + "\n"
 
 
-def nested(path: str, schema: dict[str, Any], definitions: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the sections that a key's schema refers to, with their paths, and the sections within them."""
+def nested(
+    path: str, schema: dict[str, Any], definitions: dict[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the sections that a key's schema refers to, with their paths, and the sections within them."""
     if "$ref" in schema:
         definition = definitions[schema["$ref"].rpartition("/")[2]]
         yield path, definition
@@ -113,23 +115,31 @@ def nested(path: str, schema: dict[str, Any], definitions: dict[str, Any]) -> It
 
 
 def row(section: str, name: str, definition: dict[str, Any]) -> str:
-    """Returns the row of one key of a section: its path, type, default and meaning, and the meanings of its values."""
+    """Return the row of one key of a section: its path, type, default and meaning, and the meanings of its values."""
     schema, path = definition["properties"][name], f"{section}.{name}"
     required = name in definition.get("required", [])
     default = "required" if required else f"`{json.dumps(schema.get('default'), ensure_ascii=False)}`"
     values = value_meanings(FIELDS[path]) if path in FIELDS else schema.get("values", {})
-    meaning = "<br>".join([schema.get("description", ""), *(f"`{value}`: {text}" for value, text in values.items())])
+    meaning = "<br>".join(
+        [schema.get("description", ""), *(f"`{value}`: {text}" for value, text in values.items())]
+    )
     if "$ref" in schema:
         default = ""
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{path}`", kind(schema), default, meaning)) + " |"
+    return (
+        "| "
+        + " | ".join(cell.replace("|", "\\|") for cell in (f"`{path}`", kind(schema), default, meaning))
+        + " |"
+    )
 
 
 def kind(schema: dict[str, Any]) -> str:
-    """Returns the type and the range of a key in words, from its JSON Schema."""
+    """Return the type and the range of a key in words, from its JSON Schema."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(kind, schema["anyOf"])))
     if values := schema.get("enum") or schema.get("examples"):
-        return " or ".join(f"`{value}`" for value in values) + (" or a name" if "examples" in schema else "")
+        return " or ".join(f"`{value}`" for value in values) + (
+            " or a name" if "examples" in schema else ""
+        )
     name = {"object": "mapping", "array": "list", "string": "text", "boolean": "true or false"}
     text = name.get(schema.get("type", "object"), schema.get("type", ""))
     if "const" in schema:
@@ -146,7 +156,7 @@ def kind(schema: dict[str, Any]) -> str:
 
 
 def command_line() -> str:
-    """Returns the page with the help of every command."""
+    """Return the page with the help of every command."""
     commands = re.findall(r"^    (\w+)  ", help_of(), re.MULTILINE)
     lines = [
         "# Command line",
@@ -162,17 +172,19 @@ def command_line() -> str:
 
 
 def help_of(*command: str) -> str:
-    """Returns the help of a command, or of `hotbunk` itself, without the list of keys."""
+    """Return the help of a command, or of `hotbunk` itself, without the list of keys."""
     printed = io.StringIO()
     with patch.dict(os.environ, COLUMNS=str(WIDTH)), contextlib.redirect_stdout(printed):
         with contextlib.suppress(SystemExit):
             parse([*command, "--help"])
         keys = describe_keys(WIDTH)
-    return re.sub(r"[ \t]+$", "", printed.getvalue().replace(keys, ""), flags=re.MULTILINE).strip() + "\n"
+    return (
+        re.sub(r"[ \t]+$", "", printed.getvalue().replace(keys, ""), flags=re.MULTILINE).strip() + "\n"
+    )
 
 
 def python() -> str:
-    """Returns the page about the public names."""
+    """Return the page about the public names."""
     lines = [
         "# Python",
         NOTE,
@@ -189,7 +201,7 @@ def python() -> str:
 
 
 def section(module: ModuleType, members: list[tuple[str, Any]]) -> list[str]:
-    """Returns the lines about a package or module and its public names."""
+    """Return the lines about a package or module and its public names."""
     lines = ["", f"## {module.__name__}", "", paragraph(module)]
     if example := EXAMPLES.get(module.__name__):
         lines += ["", f"```python\n{example}```"]
@@ -199,48 +211,64 @@ def section(module: ModuleType, members: list[tuple[str, Any]]) -> list[str]:
 
 
 def functions_of(module: ModuleType) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yields the public functions that a module defines."""
+    """Yield the public functions that a module defines."""
     for name, member in inspect.getmembers(module, inspect.isfunction):
         if member.__module__ == module.__name__ and not name.startswith("_"):
             yield name, member
 
 
 def described(name: str, member: Any) -> list[str]:
-    """Returns the lines about a public name: its signature, its docstring's first paragraph, and its public members."""
+    """Return the lines about a public name: its signature, its docstring's first paragraph, and its public members."""
     if isinstance(member, str):
         return [f"`{member!r}`"]
     if not (inspect.isclass(member) or inspect.isfunction(member)):  # an alias of a type
         return [f"`{plain(str(member))}`"]
     lines = [f"```\n{signature(name, member)}\n```", "", paragraph(member)]
-    if rows := list(members_of(member)) if inspect.isclass(member) and not issubclass(member, BaseModel) else []:
+    if (
+        rows := list(members_of(member))
+        if inspect.isclass(member) and not issubclass(member, BaseModel)
+        else []
+    ):
         lines += ["", "| member | |", "|---|---|", *rows]
     return lines
 
 
 def members_of(owner: type) -> Iterator[str]:
-    """Yields a row of a table for each public method and property that a class has from these packages."""
+    """Yield a row of a table for each public method and property that a class has from these packages."""
     for name, attribute in inspect.getmembers_static(owner):
         home = next(base for base in owner.__mro__ if name in vars(base))
-        if name.startswith("_") or home.__module__.split(".")[0] not in ("trainer", "generation", "sharding"):
+        if name.startswith("_") or home.__module__.split(".")[0] not in (
+            "trainer",
+            "generation",
+            "sharding",
+        ):
             continue
         if isinstance(attribute, property):
             text = name
         elif inspect.isroutine(getattr(owner, name)):
-            text = signature(name, getattr(owner, name)).replace("\n    ", " ").replace("( ", "(").replace(",\n)", ")")
+            text = (
+                signature(name, getattr(owner, name))
+                .replace("\n    ", " ")
+                .replace("( ", "(")
+                .replace(",\n)", ")")
+            )
         else:
             continue
         yield f"| `{text}` | {paragraph(attribute)} |".replace("\n", " ").replace(" | None", " \\| None")
 
 
 def paragraph(member: Any) -> str:
-    """Returns the first paragraph of a docstring."""
+    """Return the first paragraph of a docstring."""
     return (inspect.getdoc(member) or "").partition("\n\n")[0]
 
 
 def signature(name: str, member: Any) -> str:
-    """Returns a signature as it is written in code, with one parameter per line where it is long."""
+    """Return a signature as it is written in code, with one parameter per line where it is long."""
     if is_typeddict(member):
-        fields = [f"    {key}: {plain(inspect.formatannotation(kind))}" for key, kind in get_type_hints(member).items()]
+        fields = [
+            f"    {key}: {plain(inspect.formatannotation(kind))}"
+            for key, kind in get_type_hints(member).items()
+        ]
         return "\n".join([f"class {name}(TypedDict):", *fields])
     if getattr(member, "_is_protocol", False):
         return f"class {name}(Protocol)"
@@ -252,7 +280,8 @@ def signature(name: str, member: Any) -> str:
         return f"{name}(*, {', '.join(member.model_fields)})"
     words: list[str] = []
     for parameter in call.parameters.values():
-        if parameter.name in ("self", "_ray_trace_ctx"):  # Ray adds the latter to the methods of its actors
+        if parameter.name in ("self", "_ray_trace_ctx"):
+            # Ray adds the latter to the methods of its actors
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and not any(word.startswith("*") for word in words):
             words.append("*")
@@ -286,9 +315,11 @@ class DefaultText:
 
 
 def plain(text: str) -> str:
-    """Returns types without the modules of their classes, and without quotation marks."""
+    """Return types without the modules of their classes, and without quotation marks."""
     text = re.sub(
-        r"\b(?:[a-z_]\w*\.)+(?=[A-Z])|\b(?:torch\.distributed|collections|typing)\.[a-z_.]*(?=[A-Z])", "", text
+        r"\b(?:[a-z_]\w*\.)+(?=[A-Z])|\b(?:torch\.distributed|collections|typing)\.[a-z_.]*(?=[A-Z])",
+        "",
+        text,
     )
     return re.sub(r"(: |-> )'(\w[\w.]*)'", r"\1\2", text).replace("~T", "T")
 
@@ -310,19 +341,27 @@ PAGES = {
 
 
 def stale_pages() -> list[str]:
-    """Returns the names of the pages that are not what the code describes now."""
-    return [name for name, write in PAGES.items() if not (DOCS / name).exists() or (DOCS / name).read_text() != write()]
+    """Return the names of the pages that are not what the code describes now."""
+    return [
+        name
+        for name, write in PAGES.items()
+        if not (DOCS / name).exists() or (DOCS / name).read_text() != write()
+    ]
 
 
 def main() -> int:
-    """Writes the pages, or checks them."""
+    """Write the pages, or check them."""
     parser = argparse.ArgumentParser(description="Write the reference pages of docs/ from the code.")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is not current")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if a page is not current"
+    )
     check = parser.parse_args().check
     stale = stale_pages()
     for name in stale:
         if check:
-            print(f"docs/{name} is not current: run .venv/bin/python scripts/reference.py", file=sys.stderr)
+            print(
+                f"docs/{name} is not current: run .venv/bin/python scripts/reference.py", file=sys.stderr
+            )
         else:
             (DOCS / name).write_text(PAGES[name]())
             print(f"docs/{name}")

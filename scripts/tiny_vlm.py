@@ -1,4 +1,4 @@
-"""Makes tiny vision-language models with processor, tokenizer and chat template, as `tiny_model` makes text models."""
+"""Make tiny vision-language models with processor, tokenizer and chat template, as `tiny_model` makes text models."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 
-from trainer.commands.tiny_model import CHAT_TEMPLATE, make_tokenizer, special_settings, text_settings, token_ids
+from trainer.commands.tiny_model import (
+    CHAT_TEMPLATE,
+    make_tokenizer,
+    special_settings,
+    text_settings,
+    token_ids,
+)
 from trainer.surroundings import follow_umask
 
 MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -38,10 +44,12 @@ WITH_LEVEL = ("gemma3", "llava")
 
 
 def chat_template(architecture: str) -> str:
-    """Returns `tiny_model.CHAT_TEMPLATE`, changed for messages whose content may also be a list of parts."""
+    """Return `tiny_model.CHAT_TEMPLATE`, changed for messages whose content may also be a list of parts."""
     placeholder = PLACEHOLDERS.get(architecture, "<|vision_start|><|image_pad|><|vision_end|>")
     plain = CHAT_TEMPLATE.replace("message.content or ''", "show(message.content)")
-    plain = plain.replace("'<tool_response>' + message.content +", "'<tool_response>' + show(message.content) +")
+    plain = plain.replace(
+        "'<tool_response>' + message.content +", "'<tool_response>' + show(message.content) +"
+    )
     return _PARTS.replace("PLACEHOLDER", placeholder) + plain
 
 
@@ -57,7 +65,7 @@ def make_tiny_vlm(
     tied: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Writes model, processor and generation config to `folder`, and returns it.
+    """Write model, processor and generation config to `folder`, and return it.
 
     `architecture` is one of `ARCHITECTURES`. Qwen's and Mistral's images have up to `largest_image`² tokens of 28 x 28
     pixels (32 x 32 for Qwen3-VL and Qwen3.5); Gemma 3's and LLaVA's always as many as 56 x 56 pixels have; Gemma 4's
@@ -65,7 +73,8 @@ def make_tiny_vlm(
     """
     folder = Path(folder)
     tokenizer = vision_tokenizer(architecture)
-    heads, kv_heads = hidden_size // 32, max(1, hidden_size // 64)  # vLLM's attention on CPU refuses heads of 16
+    # vLLM's attention on CPU refuses heads of 16
+    heads, kv_heads = hidden_size // 32, max(1, hidden_size // 64)
     text = text_settings(tokenizer, hidden_size, layers, heads, kv_heads, tied)
     text |= {"vocab_size": len(tokenizer) + 10, "intermediate_size": 2 * hidden_size}
     vision = vision_settings(hidden_size, vision_layers, vision_size)
@@ -74,7 +83,8 @@ def make_tiny_vlm(
         torch.manual_seed(seed)
         model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
-            if parameter.ndim > 1 and not parameter.any():  # Gemma 3's projection, without which images are all alike
+            if parameter.ndim > 1 and not parameter.any():
+                # Gemma 3's projection, without which images are all alike
                 torch.nn.init.normal_(parameter, std=hidden_size**-0.5)
     model.generation_config = GenerationConfig(**token_ids(tokenizer))
     model.save_pretrained(folder)
@@ -86,13 +96,16 @@ def make_tiny_vlm(
 
 
 def add_level(file: Path) -> None:
-    """Gives an encoder's weights the level `vision_model` in their names."""
-    weights = {name.replace("vision_tower.", "vision_tower.vision_model.", 1): w for name, w in load_file(file).items()}
+    """Give an encoder's weights the level `vision_model` in their names."""
+    weights = {
+        name.replace("vision_tower.", "vision_tower.vision_model.", 1): w
+        for name, w in load_file(file).items()
+    }
     save_file(weights, file, metadata={"format": "pt"})
 
 
 def vision_tokenizer(architecture: str) -> PreTrainedTokenizerFast:
-    """Makes the tokenizer of `tiny_model`, with the marks of images and a template for them."""
+    """Make the tokenizer of `tiny_model`, with the marks of images and a template for them."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens([AddedToken(mark, normalized=False, special=True) for mark in MARKS])
     tokenizer.chat_template = chat_template(architecture)
@@ -100,7 +113,7 @@ def vision_tokenizer(architecture: str) -> PreTrainedTokenizerFast:
 
 
 def vision_settings(hidden_size: int, layers: int = 2, size: int = 64) -> dict[str, Any]:
-    """The settings of an encoder beside a language model of `hidden_size`, by the names that Qwen gives them."""
+    """Return the settings of an encoder beside a language model of `hidden_size`, by the names that Qwen gives them."""
     vision = {"hidden_size": size, "intermediate_size": 2 * size, "patch_size": _PATCH}
     return vision | {"num_heads": 2, "depth": layers, "out_hidden_size": hidden_size}
 
@@ -111,7 +124,7 @@ ConfigAndProcessor = tuple[PretrainedConfig, Any]
 def _qwen_vl(
     tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int, *, family: str, videos: str
 ) -> ConfigAndProcessor:
-    """Makes Qwen2.5-VL or Qwen3-VL; `family` and `videos` are the first words of the names of its classes."""
+    """Make Qwen2.5-VL or Qwen3-VL; `family` and `videos` are the first words of the names of its classes."""
     rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
     if family == "Qwen3VL":
         rope |= {"mrope_interleaved": True}
@@ -147,9 +160,12 @@ def _alternating(text: dict[str, Any], kind: str) -> list[str]:
     return [kind if n % 2 == 0 else "full_attention" for n in range(text["num_hidden_layers"])]
 
 
-def _gemma3(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int) -> ConfigAndProcessor:
+def _gemma3(
+    tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int
+) -> ConfigAndProcessor:
     begin, end, image, _ = tokenizer.convert_tokens_to_ids(MARKS)
-    tokenizer.add_tokens([AddedToken(n * "\n", normalized=False) for n in (1, 2, 3, 4)])  # vLLM wants each as a token
+    # vLLM wants each as a token
+    tokenizer.add_tokens([AddedToken(n * "\n", normalized=False) for n in (1, 2, 3, 4)])
     names = zip(("boi_token", "eoi_token", "image_token"), MARKS, strict=False)
     tokenizer._set_model_specific_special_tokens(dict(names))
     extra = {"image_size": 56, "num_attention_heads": 2, "num_hidden_layers": vision["depth"]}
@@ -164,13 +180,15 @@ def _gemma3(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest:
     )
     images = transformers.Gemma3ImageProcessor(size={"height": 56, "width": 56})
     template = tokenizer.chat_template
-    return config, transformers.Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
+    return config, transformers.Gemma3Processor(
+        images, tokenizer, chat_template=template, image_seq_length=4
+    )
 
 
 def _gemma4(
     tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int, *, family: str = "Gemma4"
 ) -> ConfigAndProcessor:
-    """Makes Gemma 4 without audio; `family` is the first word of its classes' names.
+    """Make Gemma 4 without audio; `family` is the first word of its classes' names.
 
     `Gemma4Unified` has no encoder, and image tokens attend to later ones, as in the larger models of Gemma 4.
     """
@@ -179,18 +197,27 @@ def _gemma4(
     tokenizer.add_tokens([AddedToken(mark, normalized=False, special=True) for mark in marks[3:]])
     tokenizer._set_model_specific_special_tokens(dict(zip(names, marks, strict=True)))
     sound, images, videos = (
-        getattr(transformers, family + kind) for kind in ("AudioFeatureExtractor", "ImageProcessor", "VideoProcessor")
+        getattr(transformers, family + kind)
+        for kind in ("AudioFeatureExtractor", "ImageProcessor", "VideoProcessor")
     )
     parts = sound(), images(patch_size=4, max_soft_tokens=70), tokenizer, videos()
     kind = getattr(transformers, f"{family}Processor")
     processor = kind(*parts, chat_template=tokenizer.chat_template, image_seq_length=70)
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(marks), strict=True))
-    layers = {"layer_types": _alternating(text, "sliding_attention"), "sliding_window": 64, "global_head_dim": 64}
+    layers = {
+        "layer_types": _alternating(text, "sliding_attention"),
+        "sliding_window": 64,
+        "global_head_dim": 64,
+    }
     layers |= {"final_logit_softcapping": 30.0}
     if family == "Gemma4":
         layers |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": text["vocab_size"]}
         encoder = {key: vision[key] for key in ("hidden_size", "intermediate_size")} | {"head_dim": 32}
-        encoder |= {"num_hidden_layers": vision["depth"], "num_attention_heads": 2, "num_key_value_heads": 2}
+        encoder |= {
+            "num_hidden_layers": vision["depth"],
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+        }
         encoder |= {"position_embedding_size": 256, "default_output_length": 70}
     else:
         layers |= {"use_bidirectional_attention": "vision"}
@@ -211,11 +238,28 @@ def _gemma4(
     return config, processor
 
 
-def _mistral3(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int) -> ConfigAndProcessor:
-    """Makes Mistral 3 with Ministral 3 as its language model; a line of an image ends with a mark."""
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 10000.0}
-    rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
-    extra = {"image_size": largest * 2 * _PATCH, "num_attention_heads": 2, "num_hidden_layers": vision["depth"]}
+def _mistral3(
+    tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int
+) -> ConfigAndProcessor:
+    """Make Mistral 3 with Ministral 3 as its language model; a line of an image ends with a mark."""
+    rope = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "rope_theta": 10000.0,
+    }
+    rope |= {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+    extra = {
+        "image_size": largest * 2 * _PATCH,
+        "num_attention_heads": 2,
+        "num_hidden_layers": vision["depth"],
+    }
     kept = {key: vision[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
     config = transformers.Mistral3Config(
         text_config={"model_type": "ministral3", "rope_parameters": rope} | text,
@@ -225,7 +269,9 @@ def _mistral3(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, larges
         vision_feature_layer=-1,
         tie_word_embeddings=text["tie_word_embeddings"],
     )
-    images = transformers.PixtralImageProcessor(size={"longest_edge": largest * 2 * _PATCH}, patch_size=_PATCH)
+    images = transformers.PixtralImageProcessor(
+        size={"longest_edge": largest * 2 * _PATCH}, patch_size=_PATCH
+    )
     processor = transformers.PixtralProcessor(
         images,
         tokenizer,
@@ -239,29 +285,52 @@ def _mistral3(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, larges
     return config, processor
 
 
-def _kimi_k25(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int) -> ConfigAndProcessor:
-    """Makes Kimi K2.5; its language model is DeepSeek-V3's."""
+def _kimi_k25(
+    tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int
+) -> ConfigAndProcessor:
+    """Make Kimi K2.5; its language model is DeepSeek-V3's."""
     tokenizer._set_model_specific_special_tokens({"image_token": MARKS[2], "video_token": MARKS[3]})
     latent = special_settings(
-        "deepseek_v2", text["num_hidden_layers"], text["num_attention_heads"], text["head_dim"], 4, text["hidden_size"]
+        "deepseek_v2",
+        text["num_hidden_layers"],
+        text["num_attention_heads"],
+        text["head_dim"],
+        4,
+        text["hidden_size"],
     )
-    extra = {"num_attention_heads": 2, "num_hidden_layers": vision["depth"], "pos_emb_height": 8, "pos_emb_width": 8}
+    extra = {
+        "num_attention_heads": 2,
+        "num_hidden_layers": vision["depth"],
+        "pos_emb_height": 8,
+        "pos_emb_width": 8,
+    }
     kept = {key: vision[key] for key in ("hidden_size", "intermediate_size", "patch_size")}
     config = transformers.Kimi_K25Config(
-        text_config={"model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc"} | text | latent,
+        text_config={"model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        | text
+        | latent,
         vision_config=kept | extra,
         projection_hidden_size=vision["hidden_size"],
         tie_word_embeddings=text["tie_word_embeddings"],
         **dict(zip(_MARK_IDS, tokenizer.convert_tokens_to_ids(MARKS), strict=True)),
     )
     side = 2 * _PATCH * largest
-    images = transformers.Kimi_K25ImageProcessor(size={"max_height": side, "max_width": side}, patch_size=_PATCH)
+    images = transformers.Kimi_K25ImageProcessor(
+        size={"max_height": side, "max_width": side}, patch_size=_PATCH
+    )
     parts = images, tokenizer, transformers.Kimi_K25VideoProcessor()
     return config, transformers.Kimi_K25Processor(*parts, chat_template=tokenizer.chat_template)
 
 
-def _llava(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int) -> ConfigAndProcessor:
-    extra = {"image_size": 56, "num_attention_heads": 2, "num_hidden_layers": vision["depth"] + 1, "projection_dim": 32}
+def _llava(
+    tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: int
+) -> ConfigAndProcessor:
+    extra = {
+        "image_size": 56,
+        "num_attention_heads": 2,
+        "num_hidden_layers": vision["depth"] + 1,
+        "projection_dim": 32,
+    }
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(
             **{k: vision[k] for k in ("hidden_size", "intermediate_size", "patch_size")} | extra
@@ -272,7 +341,9 @@ def _llava(tokenizer: PreTrainedTokenizerFast, text: Any, vision: Any, largest: 
         vision_feature_select_strategy="default",
         tie_word_embeddings=text["tie_word_embeddings"],
     )
-    images = transformers.CLIPImageProcessor(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+    images = transformers.CLIPImageProcessor(
+        size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}
+    )
     processor = transformers.LlavaProcessor(
         images,
         tokenizer,

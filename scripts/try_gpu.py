@@ -88,71 +88,196 @@ BASELINES = (  # benchmarks/baselines/*.json of https://github.com/PrimeIntellec
 
 CHECKS = (
     Check(
-        "facts", 15, TRAINER, "ok in each line, float32 products in highest precision",
+        "facts",
+        15,
+        TRAINER,
+        "ok in each line, float32 products in highest precision",
         ("-m", "trainer", "doctor", "--facts", "--output", "FOLDER/facts.json"),
         lines="float32 products",
     ),
     Check(
-        "kernels", 30, TESTS, "no test fails",
+        "kernels",
+        30,
+        TESTS,
+        "no test fails",
         (*PYTEST, "tests/gpu/test_head_cuda.py", "tests/gpu/test_shared_prefixes_cuda.py"),
     ),
     Check(
-        "head", 20, TRAINER, "about 77 ms for blocks on an H100",
+        "head",
+        20,
+        TRAINER,
+        "about 77 ms for blocks on an H100",
         ("scripts/bench/head.py", "--tokens", "8192", "--hidden", "2560", "--dtype", "bfloat16"),
-        ("scripts/bench/head.py", "--tokens", "64", "--hidden", "64", "--vocabulary", "2048", "--rounds", "1"),
+        (
+            "scripts/bench/head.py",
+            "--tokens",
+            "64",
+            "--hidden",
+            "64",
+            "--vocabulary",
+            "2048",
+            "--rounds",
+            "1",
+        ),
         lines=r"^(chunks|blocks|trl) ",
     ),
     Check(
-        "update", 90, TRAINER, "the norms of both gradients agree",
+        "update",
+        90,
+        TRAINER,
+        "the norms of both gradients agree",
         ("scripts/bench/train_step.py", "--preset", "0.5B", *STEP, "--variants", "padded", "packed"),
-        ("scripts/bench/train_step.py", "--preset", "10M", "--sequences", "4", "--longest", "64", "--rounds", "1",
-         "--variants", "packed"),
+        (
+            "scripts/bench/train_step.py",
+            "--preset",
+            "10M",
+            "--sequences",
+            "4",
+            "--longest",
+            "64",
+            "--rounds",
+            "1",
+            "--variants",
+            "packed",
+        ),
         lines=r"^(padded|packed) ",
-        public=("Hotbunk f866120, one H100, packed: 0.6 s, 44,276 tokens/s; padded: 0.8 s, 32,643 tokens/s",),
+        public=(
+            "Hotbunk f866120, one H100, packed: 0.6 s, 44,276 tokens/s; padded: 0.8 s, 32,643 tokens/s",
+        ),
     ),
     Check(
-        "products", 20, ("torch", "triton", "pytest", "gpu"), "1e-3 by default, 1e-6 with ieee",
+        "products",
+        20,
+        ("torch", "triton", "pytest", "gpu"),
+        "1e-3 by default, 1e-6 with ieee",
         (*PYTEST, "tests/gpu/test_products_cuda.py"),
     ),
     Check("host", 30, TESTS, "no test fails", (*PYTEST, "tests/gpu/test_host_update_cuda.py")),
     Check(
-        "float32", 100, (*TRAINER, "new_torch", "vllm"), "gap/max of at most 1e-5",
-        (*RUN, "float32", "--engine.enforce_eager", "true"), (*RUN, "float32"),
+        "float32",
+        100,
+        (*TRAINER, "new_torch", "vllm"),
+        "gap/max of at most 1e-5",
+        (*RUN, "float32", "--engine.enforce_eager", "true"),
+        (*RUN, "float32"),
     ),
     Check(
-        "shifts", 110, (*TESTS, "vllm"), "no test fails, and memory is flat",
+        "shifts",
+        110,
+        (*TESTS, "vllm"),
+        "no test fails, and memory is flat",
         (*PYTEST, COLOCATED, "-k", "trainers or back or flat"),
     ),
     Check(
-        "graphs", 110, (*TRAINER, "new_torch", "vllm", "gpu"), "memory of the engine, awake and asleep",
+        "graphs",
+        110,
+        (*TRAINER, "new_torch", "vllm", "gpu"),
+        "memory of the engine, awake and asleep",
         (*RUN, "graphs", "--engine.enforce_eager", "false", "--engine.deep_sleep", "true"),
     ),
     Check(
-        "start", 60, (*TESTS, "new_torch", "vllm"), "at most 1.05 x the plan",
+        "start",
+        60,
+        (*TESTS, "new_torch", "vllm"),
+        "at most 1.05 x the plan",
         (*PYTEST, "tests/gpu/test_planned_memory.py", "-k", "start and keys1"),
     ),
     Check(
-        "long", 60, TRAINER, "a greater share of the matmul rate than in update",
-        ("scripts/bench/train_step.py", "--preset", "0.5B", "--dtype", "bfloat16", *LONG, "--variants", "packed"),
-        ("scripts/bench/train_step.py", "--preset", "10M", "--sequences", "2", "--rows", "2", "--exactly", "256",
-         "--recompute", "--rounds", "1", "--variants", "packed"),
+        "long",
+        60,
+        TRAINER,
+        "a greater share of the matmul rate than in update",
+        (
+            "scripts/bench/train_step.py",
+            "--preset",
+            "0.5B",
+            "--dtype",
+            "bfloat16",
+            *LONG,
+            "--variants",
+            "packed",
+        ),
+        (
+            "scripts/bench/train_step.py",
+            "--preset",
+            "10M",
+            "--sequences",
+            "2",
+            "--rows",
+            "2",
+            "--exactly",
+            "256",
+            "--recompute",
+            "--rounds",
+            "1",
+            "--variants",
+            "packed",
+        ),
         lines=r"^packed ",
         public=BASELINES,
     ),
     Check(
-        "trl_step", 120, (*TRAINER, "trl"), "packed takes less time than TRL",
-        ("scripts/bench/train_step.py", "--preset", "0.5B", *STEP, "--variants", "TRL", "packed", "--rounds", "2"),
-        ("scripts/bench/train_step.py", "--preset", "10M", "--sequences", "4", "--longest", "64", "--rounds", "1",
-         "--variants", "TRL", "packed"),
+        "trl_step",
+        120,
+        (*TRAINER, "trl"),
+        "packed takes less time than TRL",
+        (
+            "scripts/bench/train_step.py",
+            "--preset",
+            "0.5B",
+            *STEP,
+            "--variants",
+            "TRL",
+            "packed",
+            "--rounds",
+            "2",
+        ),
+        (
+            "scripts/bench/train_step.py",
+            "--preset",
+            "10M",
+            "--sequences",
+            "4",
+            "--longest",
+            "64",
+            "--rounds",
+            "1",
+            "--variants",
+            "TRL",
+            "packed",
+        ),
         lines=r"^(TRL|packed) ",
     ),
     Check(
-        "trl_sync", 110, (*TRAINER, "new_torch", "vllm", "trl"), "sync and pull take less time than TRL",
-        ("scripts/bench/weight_sync.py", "--presets", "0.5B", "--dtype", "bfloat16", "--only", "sync", "pull", "peers"),
-        ("scripts/bench/weight_sync.py", "--presets", "1M", "--rounds", "2", "--only", "sync", "pull", "peers"),
+        "trl_sync",
+        110,
+        (*TRAINER, "new_torch", "vllm", "trl"),
+        "sync and pull take less time than TRL",
+        (
+            "scripts/bench/weight_sync.py",
+            "--presets",
+            "0.5B",
+            "--dtype",
+            "bfloat16",
+            "--only",
+            "sync",
+            "pull",
+            "peers",
+        ),
+        (
+            "scripts/bench/weight_sync.py",
+            "--presets",
+            "1M",
+            "--rounds",
+            "2",
+            "--only",
+            "sync",
+            "pull",
+            "peers",
+        ),
         lines=r"^(memcpy|sync|pull|TRL|verl)",
     ),
-)  # fmt: skip
+)
 """In the order in which they are run: kernels first, then what starts an engine, one at a time, then peers."""
 
 
@@ -163,7 +288,9 @@ def main(arguments: argparse.Namespace) -> int:
     environ = dict(os.environ)
     if arguments.cpu:
         environ |= {"CUDA_VISIBLE_DEVICES": ""}
-    probe = subprocess.run([sys.executable, "-c", PROBE], env=environ, capture_output=True, text=True, check=True)
+    probe = subprocess.run(
+        [sys.executable, "-c", PROBE], env=environ, capture_output=True, text=True, check=True
+    )
     facts = json.loads(probe.stdout)
     ends = time.monotonic() + 60 * arguments.minutes
     rows = []
@@ -201,7 +328,9 @@ def chosen(names: list[str]) -> Iterator[Check]:
     """Yield the checks with these names, or all. Raises SystemExit for a name that there is not."""
     unknown = set(names) - {check.name for check in CHECKS}
     if unknown:
-        raise SystemExit(f"try_gpu: there is no check {', '.join(sorted(unknown))}: name some of {listed()}")
+        raise SystemExit(
+            f"try_gpu: there is no check {', '.join(sorted(unknown))}: name some of {listed()}"
+        )
     yield from (check for check in CHECKS if not names or check.name in names)
 
 
@@ -215,7 +344,11 @@ def why_not(check: Check, facts: dict[str, bool], left: float) -> str:
     lacking = [LACKS[need] for need in check.needs if not facts[need]]
     if lacking:
         return "; ".join(lacking)
-    return "" if left >= check.seconds else f"{left:.0f} s are left, and it takes about {check.seconds}: --minutes"
+    return (
+        ""
+        if left >= check.seconds
+        else f"{left:.0f} s are left, and it takes about {check.seconds}: --minutes"
+    )
 
 
 def run(check: Check, folder: Path, environ: dict[str, str], deadline: float, *, on_cpu: bool) -> Row:
@@ -226,7 +359,9 @@ def run(check: Check, folder: Path, environ: dict[str, str], deadline: float, *,
     began = time.monotonic()
     outcome = "ok"
     with log.open("wb") as output:
-        process = subprocess.Popen(words, env=environ, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            words, env=environ, stdout=output, stderr=output, start_new_session=True
+        )
         try:
             code = process.wait(deadline)
             outcome = "ok" if code == 0 else "failed"
@@ -255,11 +390,25 @@ def train(folder: Path, name: str, overrides: list[str]) -> int:
     runs = folder / "runs"
     module = [sys.executable, "-m", "trainer"]
     subprocess.run([*module, "new", str(folder / name)], check=True)
-    keys = ["--run.name", name, "--run.output_dir", str(runs), "--run.steps", "3", "--sync.way", "staged"]
+    keys = [
+        "--run.name",
+        name,
+        "--run.output_dir",
+        str(runs),
+        "--run.steps",
+        "3",
+        "--sync.way",
+        "staged",
+    ]
     keys += ["--sync.verify", "full", "--checkpoint.every", "0", "--checkpoint.resume", "none"]
     subprocess.run([*module, "train", str(recipe), *keys, *overrides], check=True)
     rows = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text("utf-8").splitlines()]
-    shown = {key: row[key] for row in rows for key in row if key == "gap/max" or key.startswith("memory/engine")}
+    shown = {
+        key: row[key]
+        for row in rows
+        for key in row
+        if key == "gap/max" or key.startswith("memory/engine")
+    }
     print(json.dumps(shown))
     return 0
 
@@ -269,7 +418,11 @@ if __name__ == "__main__":
         sys.exit(train(Path(sys.argv[2]), sys.argv[3], sys.argv[4:]))
     parser = argparse.ArgumentParser(description="Ten minutes on a new GPU.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"only these: {listed()}")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all checks together (default: 10)")
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help="time for all checks together (default: 10)"
+    )
     parser.add_argument("--cpu", action="store_true", help="run what a CPU can, at small sizes")
-    parser.add_argument("--output", type=Path, help="folder for logs and results (default: a new temporary one)")
+    parser.add_argument(
+        "--output", type=Path, help="folder for logs and results (default: a new temporary one)"
+    )
     sys.exit(main(parser.parse_args()))

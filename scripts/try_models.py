@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tries model families with tiny random checkpoints, and writes the table of docs/models.md.
+"""Try model families with tiny random checkpoints, and write the table of docs/models.md.
 
     python scripts/try_models.py [FAMILY ...] [--results runs/models.jsonl] [--write docs/models.md]
 
@@ -53,13 +53,17 @@ KNOWN = {
 
 
 def reason(error: BaseException) -> str:
-    """Returns the first line of an error, with its type unless it is meant for users."""
+    """Return the first line of an error, with its type unless it is meant for users."""
     text = " ".join(str(error).split())[:400]
-    return text if type(error).__name__ in ("UserError", "RemoteError") else f"{type(error).__name__}: {text}"
+    return (
+        text
+        if type(error).__name__ in ("UserError", "RemoteError")
+        else f"{type(error).__name__}: {text}"
+    )
 
 
 def outcome(check: Callable[[], object]) -> str:
-    """Returns "ok", or the reason why a check fails."""
+    """Return "ok", or the reason why a check fails."""
     try:
         check()
     except Exception as error:  # a model's own code may raise anything
@@ -68,7 +72,7 @@ def outcome(check: Callable[[], object]) -> str:
 
 
 def try_family(family: str) -> Row:
-    """Returns the line of one family."""
+    """Return the line of one family."""
     row: Row = {"family": family, "date": datetime.now(UTC).date().isoformat()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -103,7 +107,7 @@ def _samples(first: int) -> list[Any]:
 
 
 def _settings(folder: Path) -> Any:
-    """Returns the settings of the model, with eager attention if it has no other."""
+    """Return the settings of the model, with eager attention if it has no other."""
     import torch
 
     from trainer.config.schema import ModelConfig
@@ -111,7 +115,11 @@ def _settings(folder: Path) -> Any:
 
     settings = ModelConfig(path=str(folder))
     built = outcome(lambda: build_meta_model(folder, settings, torch.float32, torch.device("cpu")))
-    return ModelConfig(path=str(folder), attn_implementation="eager") if "set it to eager" in built else settings
+    return (
+        ModelConfig(path=str(folder), attn_implementation="eager")
+        if "set it to eager" in built
+        else settings
+    )
 
 
 def _policy(folder: Path) -> Any:
@@ -124,7 +132,7 @@ def _policy(folder: Path) -> Any:
 
 
 def _scores(policy: Any, samples: list[Any], packing: bool) -> list[Any]:
-    """Returns each sample's log-probabilities of its targets."""
+    """Return each sample's log-probabilities of its targets."""
     from trainer.learning.batching import micro_batches
 
     (batch,) = micro_batches(samples, 10**6, 0, "cpu", 1, packing=packing)
@@ -134,7 +142,7 @@ def _scores(policy: Any, samples: list[Any], packing: bool) -> list[Any]:
 
 
 def _trainer(folder: Path) -> Row:
-    """Tries what the trainer does by itself."""
+    """Try what the trainer does by itself."""
     import torch
     from transformers import AutoConfig
 
@@ -177,7 +185,7 @@ def _trainer(folder: Path) -> Row:
 
 
 def _engine(folder: Path, packing: bool, asked: str | None = None) -> Row:
-    """Tries two syncs of a real engine, with a step of AdamW between them."""
+    """Try two syncs of a real engine, with a step of AdamW between them."""
     import torch
 
     from generation.engine.sampling import SamplingSettings
@@ -185,7 +193,10 @@ def _engine(folder: Path, packing: bool, asked: str | None = None) -> Row:
     from trainer.build import weight_source
     from trainer.config.model_file import model_config
 
-    row: Row = {"dtype": asked or ("bfloat16" if model_config(str(folder)).get("linear_key_head_dim") else "float32")}
+    row: Row = {
+        "dtype": asked
+        or ("bfloat16" if model_config(str(folder)).get("linear_key_head_dim") else "float32")
+    }
     dtype = getattr(torch, row["dtype"])
     prompts = [list(range(20 + 10 * n, 25 + 10 * n + 5 * (n % 2))) for n in range(8)]
     try:
@@ -207,7 +218,7 @@ def _engine(folder: Path, packing: bool, asked: str | None = None) -> Row:
 
 
 def _differences(policy: Any, prompts: list[list[int]], answers: list[Any], packing: bool) -> Any:
-    """Returns the absolute differences between the engine's and the trainer's log-probabilities, of all answers."""
+    """Return the absolute differences between the engine's and the trainer's log-probabilities, of all answers."""
     import torch
 
     from trainer.types import Sample
@@ -215,7 +226,9 @@ def _differences(policy: Any, prompts: list[list[int]], answers: list[Any], pack
     samples = []
     for prompt, answer in zip(prompts, answers, strict=True):
         ids, known = prompt + answer.token_ids, [0] * len(prompt)
-        samples.append(Sample(ids, known + [1] * len(answer.token_ids), [0.0] * len(prompt) + answer.logprobs))
+        samples.append(
+            Sample(ids, known + [1] * len(answer.token_ids), [0.0] * len(prompt) + answer.logprobs)
+        )
     scores = _scores(policy, samples, packing)
     return torch.cat(
         [
@@ -233,7 +246,7 @@ def _learn(policy: Any, packing: bool) -> None:
 
 
 def cell(value: Any) -> str:
-    """Returns a figure or an outcome for the table."""
+    """Return a figure or an outcome for the table."""
     if isinstance(value, float):
         return "0" if value == 0 else f"{value:.0e}"
     return "yes" if value == "ok" else "–" if value is None else "no"
@@ -246,7 +259,7 @@ HEADER = [
 
 
 def line(row: Row) -> str:
-    """Returns a family's line in the table of docs/models.md."""
+    """Return a family's line in the table of docs/models.md."""
     gaps = ", ".join(f"{largest:.0e}" for _, largest in row.get("gaps") or ()) or "–"
     trained = {name: cell(row.get(name)) for name in ("packed", "leak", "sharing", "lora", "routes")}
     dense = "no router" if "has no experts" in str(row.get("routes")) else trained["routes"]
@@ -257,7 +270,7 @@ def line(row: Row) -> str:
 
 
 def reasons(row: Row) -> list[str]:
-    """Returns the lines below the table that say why something is refused."""
+    """Return the lines below the table that say why something is refused."""
     if row["family"] in KNOWN:
         return [f"- {row['family']}: {KNOWN[row['family']]}"]
     texts = [row.get(key) for key in ("refused", "packed", "engine", "lora", "routes")]
@@ -269,7 +282,7 @@ def reasons(row: Row) -> list[str]:
 
 
 def write(page: Path, rows: list[Row]) -> None:
-    """Replaces the families' lines between the marks of the page, and keeps those of other families."""
+    """Replace the families' lines between the marks of the page, and keep those of other families."""
     begin, end = "<!-- scripts/try_models.py -->\n", "<!-- the end of the table -->\n"
     text = page.read_text("utf-8")
     first, last = text.index(begin) + len(begin), text.index(end)
@@ -287,11 +300,15 @@ def write(page: Path, rows: list[Row]) -> None:
 
 
 def main() -> int:
-    """Tries the families, or draws the table. Returns the exit status."""
+    """Try the families, or draw the table. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", metavar="FAMILY")
-    parser.add_argument("--results", type=Path, default=ROOT / "runs/models.jsonl", help="file of results, added to")
-    parser.add_argument("--write", type=Path, help="page in whose table the latest line of each family is drawn")
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "runs/models.jsonl", help="file of results, added to"
+    )
+    parser.add_argument(
+        "--write", type=Path, help="page in whose table the latest line of each family is drawn"
+    )
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -311,7 +328,10 @@ def main() -> int:
         except subprocess.TimeoutExpired:
             code = -1
         if code:
-            row = {"family": family, "refused": f"no result after {SECONDS} s" if code < 0 else f"exit {code}"}
+            row = {
+                "family": family,
+                "refused": f"no result after {SECONDS} s" if code < 0 else f"exit {code}",
+            }
             _add(options.results, row)
         print(f"{family}: {time.monotonic() - start:.0f} s", flush=True)
     return 0
@@ -326,7 +346,10 @@ def _one(family: str, results: Path) -> int:
     row = try_family(family)
     destroy_process_group()
     stop()
-    _add(results, row | {name: sys.modules[name].__version__ for name in ("vllm", "transformers", "torch")})
+    _add(
+        results,
+        row | {name: sys.modules[name].__version__ for name in ("vllm", "transformers", "torch")},
+    )
     return 0
 
 

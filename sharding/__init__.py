@@ -1,6 +1,8 @@
-"""Both ends of the weight path: sources and plan in the trainer, receiver in the vLLM worker, one manager over them.
+"""Both ends of the weight path: sources and plan in the trainer, receiver in the vLLM worker, one
+manager over them.
 
-Names are loaded on first use: vLLM's workers import the extension, and need none of the trainer's side.
+Names are loaded on first use: vLLM's workers import the extension, and need none of the trainer's
+side.
 """
 
 from importlib import import_module
@@ -10,7 +12,9 @@ WORKER_EXTENSION = "sharding.worker.extension.VllmInternalWorkerExtension"
 """For `EngineSettings.worker_extension`: vLLM takes the class by its import path."""
 
 SHARING_WORKER = "sharding.worker.sharing_worker.SharingWorker"
-"""For `EngineSettings.worker_class`, on CUDA, where the trainer computes with the engine's weights."""
+"""For `EngineSettings.worker_class`, on CUDA, where the trainer computes with the engine's
+weights.
+"""
 
 _HOMES = {
     "BucketPlan": "send.buckets",

@@ -1,7 +1,8 @@
-"""The sharding manager: a context manager around generation that brings the policy's weights and takes the memory back.
+"""The sharding manager: a context manager around generation that brings the policy's weights and
+takes the memory back.
 
-A shift makes room, wakes the engine's memory for weights, updates them (`sharding.update`) and wakes the KV cache. All
-ranks enter the same collectives; a failure of one is raised on all.
+A shift makes room, wakes the engine's memory for weights, updates them (`sharding.update`) and
+wakes the KV cache. All ranks enter the same collectives; a failure of one is raised on all.
 """
 
 import gc
@@ -31,7 +32,8 @@ from sharding.workers import Link, Workers, futures, raise_if_failed
 
 
 class ShardingManager:
-    """The engine group's weights and memory: at the policy's version in a shift, out of the trainer's way otherwise.
+    """The engine group's weights and memory: at the policy's version in a shift, out of the
+    trainer's way otherwise.
 
     Every rank constructs one and connects it; only leaders pass a `leader`:
 
@@ -55,7 +57,9 @@ class ShardingManager:
         adapter: AdapterFormat | None = None,
         way: Transport | None = None,
     ) -> None:
-        """Listen for the workers. `way` brings the weights to them; the default goes through staging buffers."""
+        """Listen for the workers. `way` brings the weights to them; the default goes through
+        staging buffers.
+        """
         self._device = device
         self._timeout = settings.timeout
         self._group_size = tensor_parallel_size
@@ -74,12 +78,20 @@ class ShardingManager:
         self.report = SyncReport(version=-1)
 
     def _listen(self) -> Listener:
-        """Listen at an address that was never used before, so that messages of an earlier worker cannot arrive."""
+        """Listen at an address that was never used before, so that messages of an earlier worker
+        cannot arrive.
+        """
         return Listener(self._folder, f"weights-{rank()}-{next(self._connections)}")
 
     def endpoints(self) -> list[dict[str, list[str]]]:
-        """Return for each engine group the addresses and secrets of its ranks, by device. Collective."""
-        mine = {"device_id": self._device_id, "endpoint": self._channel.endpoint, "secret": self._channel.secret}
+        """Return for each engine group the addresses and secrets of its ranks, by device.
+        Collective.
+        """
+        mine = {
+            "device_id": self._device_id,
+            "endpoint": self._channel.endpoint,
+            "secret": self._channel.secret,
+        }
         ranks = exchange(mine)
         size = self._group_size
         groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
@@ -87,11 +99,15 @@ class ShardingManager:
 
     def connect(self, calls: Sequence[Any] = ()) -> None:
         """Pair every rank with the worker on its device. Collective; engines must be running.
-        `calls`: the running `connect_ipc(endpoints)` of engines without a leader, on the rank that holds them.
+        `calls`: the running `connect_ipc(endpoints)` of engines without a leader, on the rank that
+        holds them.
         """
         endpoints = self.endpoints()[rank() // self._group_size]
         reader = self._transport.reader
-        self._lead("connecting workers", lambda engine: engine.call_workers("hotbunk_connect", endpoints, reader))
+        self._lead(
+            "connecting workers",
+            lambda engine: engine.call_workers("hotbunk_connect", endpoints, reader),
+        )
         with agreed("connecting workers"):
             for call in futures(calls):
                 call.result(self._timeout)
@@ -104,32 +120,38 @@ class ShardingManager:
         self._broken = False
 
     def _call(self, method: str, *arguments: Any) -> "Future[Any]":
-        """Start a method of the extension on all workers of the leader's engine; the future has their outcomes."""
+        """Start a method of the extension on all workers of the leader's engine; the future has
+        their outcomes.
+        """
         assert self._leader is not None
         return self._leader.thread.submit(self._leader.engine.ask_workers(method, *arguments))
 
     @contextmanager
     def generation_shift(self, policy: VersionedPolicy, *tenants: Tenant) -> Iterator[None]:
         """Wake the engines at `policy.version` for the block, then let them sleep and take the
-        memory back.
-        When the body raises, nothing more is asked of the engines: the ranks may be out of step, and the run ends.
+        memory back. When the body raises, nothing more is asked of the engines: the ranks may be
+        out of step, and the run ends.
         """
         self.wake(policy, *tenants)
         yield
         self.sleep()
 
     def wake(self, policy: VersionedPolicy, *tenants: Tenant) -> None:
-        """Map the weights, bring them to `policy.version`, verify them, and then map the KV cache, in this order."""
+        """Map the weights, bring them to `policy.version`, verify them, and then map the KV cache,
+        in this order.
+        """
         self.report = SyncReport(policy.version)
         self._tenants = [policy, *tenants]
 
-        # Make room for the engine's weights. The policy's own stay, since they are about to be sent.
+        # Make room for the engine's weights. The policy's own stay, since they are about to be
+        # sent.
         self._make_room(policy, weights=False)
         self._make_room(*tenants, weights=True)
         with self._timed("wake"):
             self._lead("waking the weights", lambda engine: engine.wake(["weights"]))
 
-        # Bring the weights, and verify them by digests and loaders; else draw a probe while the policy can score it.
+        # Bring the weights, and verify them by digests and loaders; else draw a probe while the
+        # policy can score it.
         with self._timed("sync"):
             self._sync()
         probe = None
@@ -151,7 +173,8 @@ class ShardingManager:
 
     def sleep(self) -> None:
         """Put the engines to sleep, and have the trainer take the memory that it had given back.
-        Base weights that no sync brings are kept in the host's memory, and shared weights where they are.
+        Base weights that no sync brings are kept in the host's memory, and shared weights where
+        they are.
         """
         with self._timed("sleep"):
             self._sleep_engines()
@@ -170,11 +193,13 @@ class ShardingManager:
         self._lead("putting the engine to sleep", sleep)
 
     def restart(self, start: Callable[[], None], *tenants: Tenant) -> None:
-        """Start engines again after a failure that has ended them: `start` starts those of this rank; then all sleep.
+        """Start engines again after a failure that has ended them: `start` starts those of this
+        rank; then all sleep.
 
-        Collective. The trainer's memory is put away meanwhile, as in a shift: a new engine measures free memory, and
-        asserts that none is freed while it starts (https://github.com/vllm-project/vllm/issues/56830). All ranks and
-        workers are paired anew, and staging memory is exported anew; a new worker records its loaders anew.
+        Collective. The trainer's memory is put away meanwhile, as in a shift: a new engine measures
+        free memory, and asserts that none is freed while it starts
+        (https://github.com/vllm-project/vllm/issues/56830). All ranks and workers are paired anew,
+        and staging memory is exported anew; a new worker records its loaders anew.
         """
         self._transport.abort("an engine has ended")
         self._tenants = [*tenants]
@@ -215,10 +240,10 @@ class ShardingManager:
                 self._leader.thread.run(action(self._leader.engine), self._timeout, phase)
 
     def send(self, version: int, calls: Sequence[Any] = ()) -> SyncReport:
-        """Bring engines without a leader to `version`, and verify it, once their weights' memory is awake. Collective.
-        `calls`: their `update_weights_via_ipc_zmq`, which run already, on the rank that holds them.
-        Raises RemoteError: on all ranks, naming the worker and the weight. The engines hold no version until the next
-        complete update.
+        """Bring engines without a leader to `version`, and verify it, once their weights' memory is
+        awake. Collective. `calls`: their `update_weights_via_ipc_zmq`, which run already, on the
+        rank that holds them. Raises RemoteError: on all ranks, naming the worker and the weight.
+        The engines hold no version until the next complete update.
         """
         self.report = SyncReport(version)
         running = futures(calls)
@@ -226,7 +251,9 @@ class ShardingManager:
         waiting_for = f"word from the worker on {self._device_id} that it takes weights"
         with agreed("starting the update"):
             while kind != "ready":  # before it there may be the end of an update that broke off
-                message = self._channel.receive(self._timeout, waiting_for, lambda: raise_if_failed(running))
+                message = self._channel.receive(
+                    self._timeout, waiting_for, lambda: raise_if_failed(running)
+                )
                 kind = message["kind"]
         with self._timed("sync"):
             self._sync(running)
@@ -240,13 +267,18 @@ class ShardingManager:
             self._connect_transport()
         self._session += 1
         running = calls or []
-        with agreed("starting the update"):  # from here on the engine holds no version, and its workers wait
+        with agreed("starting the update"):
+            # from here on the engine holds no version, and its workers wait
             if self._leader is not None and calls is None:
                 engine = self._leader.engine
                 method = "update_weights_via_ipc_zmq"
-                update = engine.receive(method, self._session, self._timeout, version=self.report.version)
+                update = engine.receive(
+                    method, self._session, self._timeout, version=self.report.version
+                )
                 running = [self._leader.thread.submit(update)]
-        link = Link(self._channel, self._session, self._timeout, lambda: _raise_if_dead(running), self._device_id)
+        link = Link(
+            self._channel, self._session, self._timeout, lambda: _raise_if_dead(running), self._device_id
+        )
         try:
             results = self._update.run(self.report, Workers(link), session=self._session, calls=running)
         except BaseException:
@@ -265,8 +297,12 @@ class ShardingManager:
             self._leader.engine.state.fail_sync()
 
     def _note_outcomes(self, outcomes: list[dict[str, Any]]) -> None:
-        """Note in the report which weights this engine's workers cannot replay, and which they leave out."""
-        reasons = [weights for outcome in outcomes if (weights := outcome.get("unreplayable")) is not None]
+        """Note in the report which weights this engine's workers cannot replay, and which they
+        leave out.
+        """
+        reasons = [
+            weights for outcome in outcomes if (weights := outcome.get("unreplayable")) is not None
+        ]
         self.report.unreplayable = (
             {name: why for weights in reasons for name, why in weights.items()} if reasons else None
         )
@@ -275,7 +311,12 @@ class ShardingManager:
 
 
 def _raise_if_dead(calls: "list[Future[Any]]") -> None:
-    """Raise SyncError if a call has ended early, which means that the engine, or its worker, is gone."""
+    """Raise SyncError if a call has ended early, which means that the engine, or its worker, is
+    gone.
+    """
     for error in (call.exception() for call in calls if call.done()):
-        if error is not None and not isinstance(error, WorkerError):  # a worker reports its own errors to its rank
-            raise SyncError(f"the engine ended during a weight update: {type(error).__name__}: {error}") from error
+        if error is not None and not isinstance(error, WorkerError):
+            # a worker reports its own errors to its rank
+            raise SyncError(
+                f"the engine ended during a weight update: {type(error).__name__}: {error}"
+            ) from error

@@ -1,11 +1,12 @@
 """Small exchanges between ranks, which never unpickle what came over a socket.
 
-Where some ranks train and others generate (`engine.placement`), they are two crews. Every function here works `among` a
-group of ranks: `CREW`, this rank's crew, unless it is given `EVERYBODY`, all ranks of the run, which is the same where
-there are no crews. Error messages give a rank's number in the run.
+Where some ranks train and others generate (`engine.placement`), they are two crews. Every function
+here works `among` a group of ranks: `CREW`, this rank's crew, unless it is given `EVERYBODY`, all
+ranks of the run, which is the same where there are no crews. Error messages give a rank's number in
+the run.
 
-Everything here runs on CPU tensors over gloo, on GPU machines too, so that a control message never waits behind a
-kernel and a broken peer shows up as a connection error at once.
+Everything here runs on CPU tensors over gloo, on GPU machines too, so that a control message never
+waits behind a kernel and a broken peer shows up as a connection error at once.
 """
 
 import operator
@@ -28,23 +29,25 @@ import torch.distributed as dist
 _MESSAGE_LIMIT = 4000  # characters of an error message that travel to the other ranks
 _JOINED_TIMEOUT = timedelta(minutes=10)  # as torch's for NCCL; gloo's would be 30
 _ENDING_SECONDS = 3.0  # a process that dies closes its connections a little before it counts as ended
-_processes: list[tuple[str, int]] = []  # of each rank: the machine, see `machine`, and the process's number there
+# Of each rank: the machine, see `machine`, and the process's number there
+_processes: list[tuple[str, int]] = []
 
 
 @dataclass
 class Ranks:
     """A group of ranks, of which this process is one.
 
-    Attributes:
-        channel: the gloo process group that joins them, a `dist.ProcessGroup`, whose stub lacks methods; None: torch's
-            default group.
+    Attributes: channel: the gloo process group that joins them, a `dist.ProcessGroup`, whose stub
+        lacks methods; None: torch's default group.
     """
 
     channel: Any = None
 
 
 CREW = Ranks()
-"""The ranks with this one's role: those that train, or those that only generate; all ranks where each does both."""
+"""The ranks with this one's role: those that train, or those that only generate; all ranks where
+each does both.
+"""
 
 EVERYBODY = Ranks()
 """All ranks of the run."""
@@ -55,14 +58,16 @@ class RemoteError(RuntimeError):
 
 
 def set_everybody(group: dist.ProcessGroupGloo | None) -> None:
-    """Set the gloo group that joins all ranks of the run, once at the start, where torch's default group joins a crew;
-    None: there are no crews.
+    """Set the gloo group that joins all ranks of the run, once at the start, where torch's default
+    group joins a crew; None: there are no crews.
     """
     EVERYBODY.channel = group
 
 
 def join_over_gloo() -> None:
-    """Join the ranks over gloo where torch's default group is for GPUs alone, as Accelerate's is. Collective."""
+    """Join the ranks over gloo where torch's default group is for GPUs alone, as Accelerate's is.
+    Collective.
+    """
     if dist.is_initialized() and "cpu" not in dist.get_backend_config():
         group = dist.new_group(backend="gloo", timeout=_JOINED_TIMEOUT)
         CREW.channel = group
@@ -94,20 +99,23 @@ def allreduce_objects(value: Any, merge: Callable[[Any, Any], Any], among: Ranks
     """Reduce small values of plain types over all ranks, by recursive doubling, as msgpack.
     Collective.
 
-    Returns, on every rank, what `merge` makes of all ranks' values. `merge(lower, higher)` joins the results of two
-    runs of neighbouring ranks; it must be associative, is bracketed alike on all ranks, and must not raise. Each rank
-    swaps its result with those whose numbers differ from its own in one bit, bit after bit: log2(ranks) messages each
-    way. Where the number of ranks is no power of two, the first ones are paired to make it one, and the even one of a
-    pair speaks for both: two messages more.
+    Returns, on every rank, what `merge` makes of all ranks' values. `merge(lower, higher)` joins
+    the results of two runs of neighbouring ranks; it must be associative, is bracketed alike on all
+    ranks, and must not raise. Each rank swaps its result with those whose numbers differ from its
+    own in one bit, bit after bit: log2(ranks) messages each way. Where the number of ranks is no
+    power of two, the first ones are paired to make it one, and the even one of a pair speaks for
+    both: two messages more.
 
-    Raises RuntimeError where a connection breaks, also on ranks that do not use that one: the others report it.
+    Raises RuntimeError where a connection breaks, also on ranks that do not use that one: the
+    others report it.
     """
     me = rank(among)
     steps = world_size(among).bit_length() - 1
     pairs = world_size(among) - (1 << steps)
     paired = me < 2 * pairs
     speaks = me >= 2 * pairs or me % 2 == 0
-    state = msgspec.msgpack.decode(msgspec.msgpack.encode(["", value]))  # which connection broke, and the result so far
+    # Which connection broke, and the result so far
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(["", value]))
 
     def join(peer: int) -> list[Any]:
         received = _swap(state, peer, among.channel)
@@ -140,11 +148,14 @@ def _framed(message: bytes) -> list[torch.Tensor]:
 
 
 def _swap(message: list[Any], peer: int, group: dist.ProcessGroup | None) -> list[Any]:
-    """Send a message to that rank and receive its own at the same time; [error, None] where the connection broke."""
+    """Send a message to that rank and receive its own at the same time; [error, None] where the
+    connection broke.
+    """
     channel: Any = group or dist.group.WORLD
     try:
         first = torch.empty(_SHORT, dtype=torch.uint8)
-        works = [channel.recv([first], peer, 0)]  # before sending: gloo sends once the other end is ready
+        # Before sending: gloo sends once the other end is ready
+        works = [channel.recv([first], peer, 0)]
         works += [channel.send([part], peer, 0) for part in _framed(msgspec.msgpack.encode(message))]
         works[0].wait()
         received = first.numpy().tobytes()
@@ -162,8 +173,9 @@ def _swap(message: list[Any], peer: int, group: dist.ProcessGroup | None) -> lis
 
 
 def all_to_all_bytes(payloads: list[bytes], among: Ranks = CREW) -> list[bytes]:
-    """Exchange bytes: `payloads` has one for each rank; returns those for this one, in rank order. Collective.
-    Nothing is padded: a rank receives the bytes that are meant for it, and a number from each.
+    """Exchange bytes: `payloads` has one for each rank; returns those for this one, in rank order.
+    Collective. Nothing is padded: a rank receives the bytes that are meant for it, and a number
+    from each.
     """
     size = world_size(among)
     if size == 1:
@@ -172,7 +184,9 @@ def all_to_all_bytes(payloads: list[bytes], among: Ranks = CREW) -> list[bytes]:
     coming = torch.empty(size, dtype=torch.int64)
     _all_to_all(coming, sizes, [1] * size, [1] * size, among)
     joined = bytearray().join(payloads)
-    outgoing = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+    outgoing = (
+        torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+    )
     incoming = torch.empty(int(coming.sum()), dtype=torch.uint8)
     _all_to_all(incoming, outgoing, coming.tolist(), sizes.tolist(), among)
     return [part.numpy().tobytes() for part in incoming.split(coming.tolist())]
@@ -203,7 +217,9 @@ def sum_counts(counts: torch.Tensor) -> torch.Tensor:
 
 
 def exchange(value: Any, among: Ranks = CREW) -> list[Any]:
-    """Gather a value of plain types from every rank, in rank order: see `allreduce_objects`. Collective."""
+    """Gather a value of plain types from every rank, in rank order: see `allreduce_objects`.
+    Collective.
+    """
     values: list[Any] = allreduce_objects([value], operator.add, among=among)
     return values
 
@@ -212,29 +228,40 @@ def agree(error: BaseException | None, phase: str, among: Ranks = CREW) -> None:
     """Raise RemoteError on all ranks, naming each culprit, unless `phase` went well on all of them.
     Collective.
 
-    A rank that failed passes its exception, which becomes the cause of the `RemoteError` there. A rank whose process
-    has ended is noticed by its closed connection, and named by those on its machine; a rank that hangs is noticed by
-    the process group's timeout.
+    A rank that failed passes its exception, which becomes the cause of the `RemoteError` there. A
+    rank whose process has ended is noticed by its closed connection, and named by those on its
+    machine; a rank that hangs is noticed by the process group's timeout.
     """
-    gpu = isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError) and torch.cuda.is_initialized()
+    gpu = (
+        isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError)
+        and torch.cuda.is_initialized()
+    )
     where = f" on cuda:{torch.cuda.current_device()}" if gpu else ""
     words = "" if error is None else f"{type(error).__name__}{where}: {error}"
     short = words[:_MESSAGE_LIMIT].encode(errors="replace").decode()
     number = rank(EVERYBODY)
     try:
-        failures = allreduce_objects([f"rank {number}: {short}"] * bool(words), operator.add, among=among)
+        failures = allreduce_objects(
+            [f"rank {number}: {short}"] * bool(words), operator.add, among=among
+        )
     except RuntimeError as broken:
         before = f"; its own error was {words}" if words else ""
         culprit = dead_ranks() or "another rank"
-        message = f"rank {number} lost contact with {culprit} at the end of phase {phase}: {broken}{before}"
+        message = (
+            f"rank {number} lost contact with {culprit} at the end of phase {phase}: {broken}{before}"
+        )
         raise RemoteError(message) from (error or broken)
     if failures:
         raise RemoteError(f"phase {phase} failed on " + "; ".join(failures)) from error
 
 
 def share_pids() -> None:
-    """Exchange the process ids of all ranks of the run, for `dead_ranks` to look after them. Collective."""
-    _processes[:] = [(machine, pid) for machine, pid in exchange([machine(), os.getpid()], among=EVERYBODY)]
+    """Exchange the process ids of all ranks of the run, for `dead_ranks` to look after them.
+    Collective.
+    """
+    _processes[:] = [
+        (machine, pid) for machine, pid in exchange([machine(), os.getpid()], among=EVERYBODY)
+    ]
 
 
 def dead_ranks() -> str:
@@ -249,11 +276,17 @@ def dead_ranks() -> str:
 
 def _ended_ranks() -> list[tuple[int, int]]:
     here = machine()
-    return [(who, pid) for who, (machine, pid) in enumerate(_processes) if machine == here and _has_ended(pid)]
+    return [
+        (who, pid)
+        for who, (machine, pid) in enumerate(_processes)
+        if machine == here and _has_ended(pid)
+    ]
 
 
 def machine() -> str:
-    """Name this machine: equal for all processes that see one another under the same process numbers."""
+    """Name this machine: equal for all processes that see one another under the same process
+    numbers.
+    """
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
 
 
@@ -295,8 +328,12 @@ def all_reduce_max(values: dict[str, float]) -> dict[str, float]:
 _Rows = list[list[float]]  # values in the order of their sorted keys
 
 
-def _columns(values: dict[str, float], join: Callable[[_Rows, _Rows], _Rows]) -> dict[str, tuple[float, ...]]:
-    """Return for each key all ranks' values in rank order, after `join` has combined those of neighbouring ranks."""
+def _columns(
+    values: dict[str, float], join: Callable[[_Rows, _Rows], _Rows]
+) -> dict[str, tuple[float, ...]]:
+    """Return for each key all ranks' values in rank order, after `join` has combined those of
+    neighbouring ranks.
+    """
 
     def merge(lower: Any, higher: Any) -> Any:
         who, keys, rows, wrong = lower
@@ -307,7 +344,9 @@ def _columns(values: dict[str, float], join: Callable[[_Rows, _Rows], _Rows]) ->
         return [who, keys, [] if wrong else join(rows, more), wrong]
 
     keys = sorted(values)
-    *_, rows, wrong = allreduce_objects([rank(EVERYBODY), keys, [[float(values[key]) for key in keys]], ""], merge)
+    *_, rows, wrong = allreduce_objects(
+        [rank(EVERYBODY), keys, [[float(values[key]) for key in keys]], ""], merge
+    )
     if wrong:
         raise RuntimeError(wrong)
     columns = dict(zip(keys, zip(*rows, strict=True), strict=True))

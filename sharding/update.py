@@ -1,10 +1,13 @@
-"""An update of the workers' weights: announce it, transfer the weights, finish, verify them, and end; or abort it.
+"""An update of the workers' weights: announce it, transfer the weights, finish, verify them, and
+end; or abort it.
 
-It is the same for a rank's own worker, for all workers of engines on other devices, and where nobody answers; and for
-every transport: how the bytes reach the workers is decided in its `transfer`.
+It is the same for a rank's own worker, for all workers of engines on other devices, and where
+nobody answers; and for every transport: how the bytes reach the workers is decided in its
+`transfer`.
 
-Every rank enters the same collectives, whatever happens to its own worker: a rank whose worker failed continues to
-gather without sending, and the failure is raised on all ranks together at the next agreement.
+Every rank enters the same collectives, whatever happens to its own worker: a rank whose worker
+failed continues to gather without sending, and the failure is raised on all ranks together at the
+next agreement.
 """
 
 import itertools
@@ -25,7 +28,9 @@ from sharding.wire.staging import BUFFERS
 from sharding.workers import Workers
 
 ABORT_SECONDS = 5.0
-"""Longest wait for workers to leave an update that failed; they answer at once, unless they hang."""
+"""Longest wait for workers to leave an update that failed; they answer at once, unless they
+hang.
+"""
 
 
 class Update:
@@ -35,11 +40,9 @@ class Update:
         results = update.run(report, Workers(link), session=number)    # collective; raises RemoteError on all ranks
         probe = update.probe(policy)                                   # None, unless nothing else could verify it
 
-    Attributes:
-        settings: may be replaced between updates.
-        transport: the way of the bytes to the workers. See `Transfer` for the part of an update that it sees.
-        parameters: the parameters of the source.
-        workers, report, session, verification: of the latest update.
+    Attributes: settings: may be replaced between updates. transport: the way of the bytes to the
+        workers. See `Transfer` for the part of an update that it sees. parameters: the parameters
+        of the source. workers, report, session, verification: of the latest update.
     """
 
     def __init__(
@@ -50,7 +53,9 @@ class Update:
         adapter: AdapterFormat | None = None,
         keep_buffers: bool = False,
     ) -> None:
-        """`adapter`: weights are the factors of one. `keep_buffers`: keep the buffers between updates."""
+        """Return `adapter`: weights are the factors of one. `keep_buffers`: keep the buffers
+        between updates.
+        """
         self.settings = settings
         self.transport = as_transport(transport)
         self.workers = Workers()
@@ -69,7 +74,9 @@ class Update:
         self.source = source
         self.parameters = source.parameters()
 
-    def run(self, report: SyncReport, workers: Workers, session: int = 0, calls: Sequence[Any] = ()) -> list[Any]:
+    def run(
+        self, report: SyncReport, workers: Workers, session: int = 0, calls: Sequence[Any] = ()
+    ) -> list[Any]:
         """Bring the workers to `report.version`, and verify that they hold it. Collective.
 
         Args:
@@ -78,14 +85,16 @@ class Update:
             session: a number that no update had before.
             calls: of the engines, futures that end with the update.
 
-        Returns the results of the calls. Raises RemoteError: on all ranks, naming the worker and the weight.
+        Returns the results of the calls. Raises RemoteError: on all ranks, naming the worker and
+        the weight.
         """
         self.report = report
         self.workers = workers
         self.session = session
         self._capacity = 0
         try:
-            if not self._bring():  # the transport has sent less than all weights, and that was not enough
+            if not self._bring():
+                # the transport has sent less than all weights, and that was not enough
                 self._bring()
             return self._end(calls)
         except BaseException as error:
@@ -97,8 +106,11 @@ class Update:
             raise
 
     def _bring(self) -> bool:
-        """Bring and verify the weights. Return False if the transport has to bring them again, all of them."""
-        # Announce names, shapes and dtypes, and the weights to digest. From here on the workers hold no version.
+        """Bring and verify the weights. Return False if the transport has to bring them again, all
+        of them.
+        """
+        # Announce names, shapes and dtypes, and the weights to digest. From here on the workers
+        # hold no version.
         verify = self.settings.verify
         digest_all = self.transport.needs_proof(can_digest(self.source, verify))
         version = self.report.version
@@ -106,10 +118,12 @@ class Update:
         self.verification = verification
         self._terms = self._announce(verification.request)
 
-        # Transfer the weights, in buckets or otherwise; workers load each bucket while the next one is gathered.
+        # Transfer the weights, in buckets or otherwise; workers load each bucket while the next one
+        # is gathered.
         self.transport.transfer(self)
 
-        # Finish: every worker accounts for every weight, and digests its own while this rank does the same.
+        # Finish: every worker accounts for every weight, and digests its own while this rank does
+        # the same.
         self.workers.post("finish")
         verification.expect(self._terms)
         answers = self.workers.collect_last()
@@ -128,13 +142,22 @@ class Update:
     def _announce(self, verify: dict[str, Any]) -> list[dict[str, Any]]:
         """Announce the update, and return the terms of each worker.
 
-        `plain`: it keeps weights as they are sent, so that they can be compared; `views`: the elements that it reads of
-        the weights to `verify`; `whole`: weights that have to arrive whole, None: all; `records`: it records in this
-        update the copies that it can replay in later ones.
+        `plain`: it keeps weights as they are sent, so that they can be compared; `views`: the
+        elements that it reads of the weights to `verify`; `whole`: weights that have to arrive
+        whole, None: all; `records`: it records in this update the copies that it can replay in
+        later ones.
         """
-        # The session is a number that no adapter had before, so nothing cached by number or name can be an old one's.
-        adapter = None if self._adapter is None else {"number": self.session, "config": self._adapter.config}
-        fields = {"version": self.report.version, "replay": self.settings.replay, "adapter": adapter, "verify": verify}
+        # The session is a number that no adapter had before, so nothing cached by number or name
+        # can be an old one's.
+        adapter = (
+            None if self._adapter is None else {"number": self.session, "config": self._adapter.config}
+        )
+        fields = {
+            "version": self.report.version,
+            "replay": self.settings.replay,
+            "adapter": adapter,
+            "verify": verify,
+        }
         self.workers.post("begin", weights=manifest_of(self.parameters), **fields)
         return self.workers.collect()
 
@@ -166,7 +189,9 @@ class Update:
         self._push(plan, "bucket")
 
     def _send_again(self, parameters: list[SourceParameter]) -> list[list[dict[str, Any]]]:
-        """Send parameters for the workers' loaders to compare, and return the answers for each bucket. Collective."""
+        """Send parameters for the workers' loaders to compare, and return the answers for each
+        bucket. Collective.
+        """
         plan = BucketPlan(parameters, self._capacity)  # they may be packed otherwise than among all
         return self._push(plan, "compare")
 
@@ -175,9 +200,11 @@ class Update:
         return push(self.source, plan, self.transport, self.workers, kind, self._stamps)
 
     def _end(self, calls: Sequence[Any]) -> list[Any]:
-        """Let the workers leave the update, and return the results of the engines' calls. Collective."""
-        # On CUDA the KV cache needs the buffers' place; on CPU fresh pages cost more than kept ones. Buffers are also
-        # given back where the next update needs smaller ones or none.
+        """Let the workers leave the update, and return the results of the engines' calls.
+        Collective.
+        """
+        # On CUDA the KV cache needs the buffers' place; on CPU fresh pages cost more than kept
+        # ones. Buffers are also given back where the next update needs smaller ones or none.
         shrinks = self.transport.shares or any(term["records"] for term in self._terms)
         release = shrinks or not self._keep_buffers
         self.workers.post("end", close=release)
@@ -192,7 +219,9 @@ class Update:
         return results
 
     def _abort(self, error: BaseException) -> None:
-        """Get the workers out of their receive loops, and the transport out of the update; never raises."""
+        """Get the workers out of their receive loops, and the transport out of the update; never
+        raises.
+        """
         reason = str(self.workers.error or error) or type(error).__name__
         patience = self.settings.timeout if self.transport.survives else ABORT_SECONDS
         if self.workers.abort(reason, patience):
@@ -201,5 +230,7 @@ class Update:
             self.transport.abort(reason)
 
     def probe(self, policy: VersionedPolicy) -> Probe | None:
-        """Draw a probe for the latest update, if neither digests nor loaders could verify it; else None. Collective."""
+        """Draw a probe for the latest update, if neither digests nor loaders could verify it; else
+        None. Collective.
+        """
         return self.verification.probe(policy, self._adapter)

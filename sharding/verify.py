@@ -2,12 +2,13 @@
 
 There are three proofs, tried in this order:
 
-1. Digests, for weights that workers copy by their record, without a second send: every rank digests its own shards,
-   straight from the policy's parameters, and the ranks' parts are added up. So nothing in between is trusted: not the
-   cast, the gather, the staging buffer, nor the record.
-2. Loaders, for weights that pass through vLLM's: they are sent a second time, and the loaders compare.
-3. A probe, where vLLM re-processes weights, so that they cannot be read back: policy and engine score the same random
-   tokens.
+1. Digests, for weights that workers copy by their record, without a second send: every rank digests
+   its own shards, straight from the policy's parameters, and the ranks' parts are added up. So
+   nothing in between is trusted: not the cast, the gather, the staging buffer, nor the record.
+2. Loaders, for weights that pass through vLLM's: they are sent a second time, and the loaders
+   compare.
+3. A probe, where vLLM re-processes weights, so that they cannot be read back: policy and engine
+   score the same random tokens.
 """
 
 import functools
@@ -36,8 +37,10 @@ SAMPLED_SHARE = 16
 
 PROBE_TOKENS = LEAST_MODEL_LEN - 1
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
-"""Largest mean gap (nats) of the log-probability probe; a stale or misplaced weight is off by more than 1. A mixture in
-bfloat16 sends some tokens to other experts than a trainer in float32: a tiny one was 0.23 off after 29 steps."""
+"""Largest mean gap (nats) of the log-probability probe; a stale or misplaced weight is off by more
+than 1. A mixture in bfloat16 sends some tokens to other experts than a trainer in float32: a tiny
+one was 0.23 off after 29 steps.
+"""
 
 Probe = tuple[list[int], list[float]]
 """Token ids, and the policy's log-probability (nats) of each except the first."""
@@ -46,7 +49,9 @@ Answers = list[dict[str, Any]]
 """One answer from each worker, to the same message."""
 
 
-def parameters_to_verify(parameters: list[SourceParameter], verify: Verify, version: int) -> list[SourceParameter]:
+def parameters_to_verify(
+    parameters: list[SourceParameter], verify: Verify, version: int
+) -> list[SourceParameter]:
     """Return no parameters, a sample that `version` draws, alike on all ranks, or all of them."""
     if verify == "sample":
         count = max(1, len(parameters) // SAMPLED_SHARE)
@@ -65,7 +70,8 @@ def can_digest(source: WeightSource, verify: Verify) -> bool:
 
 
 class Verification:
-    """The comparison, in one update, of the workers that this rank speaks to with all ranks. The update's calls:
+    """The comparison, in one update, of the workers that this rank speaks to with all ranks. The
+    update's calls:
 
         workers.post("begin", verify=verification.request, ...)    # the answers are the workers' terms
         ...                                                        # the weights travel
@@ -74,12 +80,11 @@ class Verification:
         wrong = verification.verdict(workers, workers.collect_last(), send_again)
         probe = verification.probe(policy, adapter)                # None, unless nothing could be compared
 
-    Attributes:
-        request: tells the workers which checkpoint names to digest (`weights`), and the `seed` of the part of each that
-            is digested; without one it is all of it.
-        comparable: some worker keeps weights as they are sent. Known after `expect`, as are
-        undigested: the parameters drawn of which such a worker has a weight from its loaders, or all, where the source
-            does not know a rank's part.
+    Attributes: request: tells the workers which checkpoint names to digest (`weights`), and the
+        `seed` of the part of each that is digested; without one it is all of it. comparable: some
+        worker keeps weights as they are sent. Known after `expect`, as are undigested: the
+        parameters drawn of which such a worker has a weight from its loaders, or all, where the
+        source does not know a rank's part.
     """
 
     def __init__(
@@ -90,7 +95,9 @@ class Verification:
         version: int,
         digest_all: bool = False,
     ) -> None:
-        """Draw the weights to compare. `digest_all`: digest every weight, though `verify` draws fewer to send again."""
+        """Draw the weights to compare. `digest_all`: digest every weight, though `verify` draws
+        fewer to send again.
+        """
         self._sharded = source if isinstance(source, ShardedSource) else None
         self._parameters = parameters
         self._setting = verify
@@ -119,19 +126,24 @@ class Verification:
 
     @property
     def verified(self) -> str:
-        """The comparison that was made, if the verdict is good: "sample", "full", or "" where a probe has to decide."""
+        """The comparison that was made, if the verdict is good: "sample", "full", or "" where a
+        probe has to decide.
+        """
         return self._compared if self.comparable else ""
 
     @property
     def undecided(self) -> bool:
-        """True if a probe has to decide, since neither digests nor loaders could compare any weight."""
+        """True if a probe has to decide, since neither digests nor loaders could compare any
+        weight.
+        """
         return self._setting != "off" and not self.verified
 
     def expect(self, terms: Answers) -> None:
         """Work out the digests that each worker should have. Collective.
 
-        `terms`: by worker, whether it keeps weights as they are sent (`plain`), and its `views`: the elements of each
-        drawn weight that it copies into its parameters; none of a weight that its loaders take care of.
+        `terms`: by worker, whether it keeps weights as they are sent (`plain`), and its `views`:
+        the elements of each drawn weight that it copies into its parameters; none of a weight that
+        its loaders take care of.
         """
         if not self._drawn:
             return
@@ -144,15 +156,21 @@ class Verification:
         self._expected = []
         for term in terms:
             readings = term["views"].items()
-            self._expected.append({name: digests[name][requested[name].index(views)] for name, views in readings})
+            self._expected.append(
+                {name: digests[name][requested[name].index(views)] for name, views in readings}
+            )
 
     def _needs(self, plain: bool, views: dict[str, list[View]]) -> list[Any]:
-        """Return one worker's readings of weights, the weights that only its loaders can compare, and `plain`."""
+        """Return one worker's readings of weights, the weights that only its loaders can compare,
+        and `plain`.
+        """
         lacking = sorted(self._homes.keys() - views.keys()) if plain else []
         return [{name: [reading] for name, reading in views.items()}, lacking, plain]
 
     def _digests(self, requested: dict[str, list[list[View]]]) -> dict[str, list[bytes]]:
-        """Return the digests of weights, for each way in which some worker reads them. Collective."""
+        """Return the digests of weights, for each way in which some worker reads them.
+        Collective.
+        """
         holders: dict[str, list[int]] = {}
         parts: dict[str, dict[str, list[bytes]]] = {}
         for name, readings in requested.items():
@@ -166,10 +184,13 @@ class Verification:
         totals = parts | allreduce_objects(shared, _join_sums)
         return {name: [*map(digest, totals[name][str(holders[name][0])])] for name in requested}
 
-    def _sums(self, piece: Piece, first: int, values: torch.Tensor, readings: list[list[View]]) -> list[bytes]:
+    def _sums(
+        self, piece: Piece, first: int, values: torch.Tensor, readings: list[list[View]]
+    ) -> list[bytes]:
         """Sum up this rank's part of a weight, for each way in which workers read it.
 
-        `values` [n]: the parameter's elements from number `first` on, of which `piece` is the weight.
+        `values` [n]: the parameter's elements from number `first` on, of which `piece` is the
+        weight.
         """
         dtype = getattr(torch, piece.dtype)
         first -= piece.offset // dtype.itemsize
@@ -181,22 +202,27 @@ class Verification:
         return sums
 
     def different(self, answers: Answers) -> list[list[str]]:
-        """Return for each worker the weights whose digests differ from those of the ranks' weights."""
+        """Return for each worker the weights whose digests differ from those of the ranks'
+        weights.
+        """
         different = []
-        for expected, answer in zip(self._expected, answers, strict=False):  # after a failure there are no answers
+        for expected, answer in zip(self._expected, answers, strict=False):
+            # after a failure there are no answers
             digests = answer["digests"]
             different.append([name for name, value in expected.items() if digests.get(name) != value])
         return different
 
     def verdict(
-        self, workers: Workers, answers: Answers, send_again: Callable[[list[SourceParameter]], list[Answers]]
+        self,
+        workers: Workers,
+        answers: Answers,
+        send_again: Callable[[list[SourceParameter]], list[Answers]],
     ) -> str:
-        """Return a sentence that names workers with other weights than were sent; "" if all agree. Collective.
+        """Return a sentence that names workers with other weights than were sent; "" if all agree.
+        Collective.
 
-        Args:
-            workers: those that this rank speaks to.
-            answers: to the message `finish`.
-            send_again: sends parameters for loaders to compare, and returns the answers for each bucket.
+        Args: workers: those that this rank speaks to. answers: to the message `finish`. send_again:
+            sends parameters for loaders to compare, and returns the answers for each bucket.
         """
         different = self.different(answers)
         if self.undigested:
@@ -210,7 +236,8 @@ class Verification:
         )
 
     def probe(self, policy: VersionedPolicy, adapter: AdapterFormat | None) -> Probe | None:
-        """Draw the probe that has to verify the update, where digests and loaders could not; else None. Collective.
+        """Draw the probe that has to verify the update, where digests and loaders could not; else
+        None. Collective.
 
         The engine is asked later, by `check_probe`, once its KV cache is awake.
         """
@@ -220,8 +247,8 @@ class Verification:
 
 
 def _join(lower: Any, higher: Any) -> Any:
-    """Unite, by weight, the ways in which workers read it; the weights that only some worker's loaders can compare; and
-    whether any worker keeps weights as they are sent.
+    """Unite, by weight, the ways in which workers read it; the weights that only some worker's
+    loaders can compare; and whether any worker keeps weights as they are sent.
     """
     readings: dict[str, list[Any]] = dict(lower[0])
     for name, more in higher[0].items():
@@ -231,7 +258,9 @@ def _join(lower: Any, higher: Any) -> Any:
 
 
 def _join_sums(lower: Any, higher: Any) -> Any:
-    """Add up the sums of parts, by weight, by the first of the ranks that hold it together, and by reading."""
+    """Add up the sums of parts, by weight, by the first of the ranks that hold it together, and by
+    reading.
+    """
     totals: dict[str, dict[str, list[bytes]]] = {}
     for name in lower:
         totals[name] = lower[name] | higher[name]
@@ -242,7 +271,9 @@ def _join_sums(lower: Any, higher: Any) -> Any:
 
 
 def vocabulary_of(parameters: list[SourceParameter], adapter: AdapterFormat | None) -> int:
-    """Return the number of tokens that the model knows, from its weights or from its adapter's format."""
+    """Return the number of tokens that the model knows, from its weights or from its adapter's
+    format.
+    """
     if adapter is not None:
         return adapter.vocabulary
     embedding = next((p for p in parameters if "embed" in p.name), parameters[0])
@@ -250,7 +281,9 @@ def vocabulary_of(parameters: list[SourceParameter], adapter: AdapterFormat | No
 
 
 def draw_probe(policy: VersionedPolicy, vocabulary: int) -> Probe:
-    """Draw random tokens, and score them by the policy. Collective. Raises NotFiniteError, on all ranks alike."""
+    """Draw random tokens, and score them by the policy. Collective. Raises NotFiniteError, on all
+    ranks alike.
+    """
     token_ids = random.Random(policy.version).choices(range(vocabulary), k=PROBE_TOKENS)
     expected = policy.score_tokens(token_ids)
     if bad := [logprob for logprob in expected if not math.isfinite(logprob)]:
@@ -262,15 +295,21 @@ def check_probe(leader: Leader, probe: Probe, timeout: float) -> None:
     """Score a probe with the engine, for at most `timeout` seconds, and compare with the policy's
     scores.
 
-    Raises SyncError, and leaves the engine without a version, if their mean gap exceeds `PROBE_TOLERANCE`.
+    Raises SyncError, and leaves the engine without a version, if their mean gap exceeds
+    `PROBE_TOLERANCE`.
     """
     token_ids, expected = probe
-    scored = leader.thread.run(leader.engine.prompt_logprobs_of_all(token_ids), timeout, "the log-probability probe")
-    gap = max(sum(abs(a - b) for a, b in zip(expected, logprobs, strict=True)) / len(logprobs) for logprobs in scored)
+    scored = leader.thread.run(
+        leader.engine.prompt_logprobs_of_all(token_ids), timeout, "the log-probability probe"
+    )
+    gap = max(
+        sum(abs(a - b) for a, b in zip(expected, logprobs, strict=True)) / len(logprobs)
+        for logprobs in scored
+    )
     bound = PROBE_TOLERANCE[leader.engine.settings.dtype]
     if not gap <= bound:
         leader.engine.state.fail_sync()
         raise SyncError(
-            f"after the update the engine's log-probabilities are {gap:.3g} nats off the trainer's on average, "
-            f"more than {bound:g}: its weights are not the policy's"
+            f"after the update the engine's log-probabilities are {gap:.3g} nats off the trainer's on "
+            f"average, more than {bound:g}: its weights are not the policy's"
         )

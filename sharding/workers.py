@@ -1,6 +1,7 @@
 """The workers that a rank speaks to in an update, each at the end of a `Link`.
 
-A rank speaks to its own worker, rank 0 to those of all engines on other devices, or a rank to none at all.
+A rank speaks to its own worker, rank 0 to those of all engines on other devices, or a rank to none
+at all.
 """
 
 from collections.abc import Sequence
@@ -24,10 +25,11 @@ def raise_if_failed(calls: Sequence["Future[Any]"]) -> None:
 
 
 class Link:
-    """A rank's conversation with one worker during one update. Its methods raise nothing: errors are kept.
+    """A rank's conversation with one worker during one update. Its methods raise nothing: errors
+    are kept.
 
-    Messages are answered in order, so they can be sent ahead of their answers. After the first failure nothing more is
-    sent, and answers are {}.
+    Messages are answered in order, so they can be sent ahead of their answers. After the first
+    failure nothing more is sent, and answers are {}.
 
     Attributes:
         worker: the worker's device, or its rank in the weights group.
@@ -38,8 +40,12 @@ class Link:
         unanswered: number of those whose answers are yet to be collected.
     """
 
-    def __init__(self, channel: MessageLine, session: int, timeout: float, still_alive: Look, worker: str) -> None:
-        """`session` tells this update's messages from those of a broken one; for the rest see `Channel.receive`."""
+    def __init__(
+        self, channel: MessageLine, session: int, timeout: float, still_alive: Look, worker: str
+    ) -> None:
+        """Return `session` tells this update's messages from those of a broken one; for the rest
+        see `Channel.receive`.
+        """
         self.worker = worker
         self.error: Exception | None = None
         self.lost = self.left = False
@@ -101,16 +107,20 @@ class Link:
     def _receive(self, timeout: float, still_alive: Look = lambda: None) -> dict[str, Any]:
         """Return the next message of this update."""
         while True:
-            answer = self._channel.receive(timeout, f"answer from the worker on {self.worker}", still_alive)
+            answer = self._channel.receive(
+                timeout, f"answer from the worker on {self.worker}", still_alive
+            )
             if answer.get("session") == self._session:
                 self.left = answer.get("left", False)
                 return answer
 
 
 class Workers:
-    """The workers that a rank speaks to in an update: its own, those of all engines, or none where rank 0 does that.
+    """The workers that a rank speaks to in an update: its own, those of all engines, or none where
+    rank 0 does that.
 
-    The failure of one is the failure of all, under its name. Nothing raises: the ranks agree on errors together.
+    The failure of one is the failure of all, under its name. Nothing raises: the ranks agree on
+    errors together.
     """
 
     def __init__(self, *links: Link) -> None:
@@ -151,7 +161,9 @@ class Workers:
         return self.collect()
 
     def abort(self, reason: str, seconds: float) -> bool:
-        """Tell all workers to leave the update; True if all did within `seconds`, and the way has not failed."""
+        """Tell all workers to leave the update; True if all did within `seconds`, and the way has
+        not failed.
+        """
         for link in self.links:
             link.abort(reason)
         return self._way_error is None and all(link.has_left(seconds) for link in self.links)

@@ -83,7 +83,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
     remove = partial(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
-    multiprocessing.util.Finalize(None, remove, exitpriority=-1000)  # after multiprocessing's own folder there
+    # After multiprocessing's own folder there
+    multiprocessing.util.Finalize(None, remove, exitpriority=-1000)
     forked.start_server()
     if has_cpu_build():
         fork = f"popen//python={shlex.join(forked.PYTHON)}"
@@ -92,10 +93,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is heeded
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first; GPU tests are skipped without a GPU, and those that start engines on CPU where vLLM cannot."""
+    """Return the longest first; GPU tests are skipped without a GPU, and those that start engines on CPU where vLLM cannot."""
     for item in items:
         if " at 0x" in item.nodeid:  # workers of pytest-xdist have to collect the same names
-            raise pytest.UsageError(f"{item.nodeid}: the name holds an address, which differs between workers")
+            raise pytest.UsageError(
+                f"{item.nodeid}: the name holds an address, which differs between workers"
+            )
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
     for item in items:
@@ -115,7 +118,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.path.is_relative_to(ROOT / "tests" / "engine") or item.path.name in STARTING_ENGINES
         ]
         for item in engines:
-            item.add_marker(pytest.mark.skip(reason="starts engines on a CPU: needs vLLM's build for it"))
+            item.add_marker(
+                pytest.mark.skip(reason="starts engines on a CPU: needs vLLM's build for it")
+            )
 
 
 def pytest_collection_finish() -> None:
@@ -148,7 +153,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """`make_tiny_model` with fewer layers; the same arguments give the same folder, which is not to be written to."""
+    """Return `make_tiny_model` with fewer layers; the same arguments give the same folder, which is not to be written to."""
     made: dict[tuple[tuple[str, Any], ...], Path] = {}
 
     def make(**sizes: Any) -> Path:
@@ -191,7 +196,7 @@ def tiny_moe(tiny_model: TinyModel) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """`make_tiny_vlm`, as `tiny_model`."""
+    """Return `make_tiny_vlm`, as `tiny_model`."""
     made: dict[tuple[tuple[str, Any], ...], Path] = {}
 
     def make(**sizes: Any) -> Path:
@@ -207,7 +212,7 @@ def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all of `policy_checks.KINDS`: tiny random models for tests of sharding."""
+    """Return a folder with all of `policy_checks.KINDS`: tiny random models for tests of sharding."""
     from tests.support.policy_checks import make_models
 
     return make_models(tmp_path_factory.mktemp("models"))
@@ -215,14 +220,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_local_ranks() -> Iterator[None]:
-    """Leaves no number of ranks behind, which vLLM sets where a test configures an engine (vllm/platforms/cpu.py)."""
+    """Leave no number of ranks behind, which vLLM sets where a test configures an engine (vllm/platforms/cpu.py)."""
     yield
     os.environ.pop("LOCAL_WORLD_SIZE", None)
 
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
-    """A process group of one, without torchrun."""
+    """Yield a process group of one, without torchrun."""
     from trainer.distributed import destroy_process_group, init_process_group
 
     init_process_group(60, "cpu")

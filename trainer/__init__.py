@@ -1,4 +1,6 @@
-"""The trainer: configuration, data, rewards, algorithms, policies and the loop. Importing it does not load torch."""
+"""The trainer: configuration, data, rewards, algorithms, policies and the loop. Importing it does
+not load torch.
+"""
 
 from importlib import import_module
 from typing import Any
@@ -19,7 +21,9 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name on first use, so that the command line and reward workers start without torch."""
+    """Import a public name on first use, so that the command line and reward workers start without
+    torch.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

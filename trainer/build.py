@@ -1,4 +1,6 @@
-"""Builds the parts of a run from its recipe: ranks, models, the source of answers and the weight path."""
+"""Build the parts of a run from its recipe: ranks, models, the source of answers and the weight
+path.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -43,13 +45,18 @@ from trainer.start import Start
 
 @contextmanager
 def joined(config: TrainConfig, lock: RunLock | None) -> Iterator[Watchdog]:
-    """Joins the ranks, with signal handlers and a watchdog, for the block; afterwards all ranks leave together.
+    """Join the ranks, with signal handlers and a watchdog, for the block; afterwards all ranks
+    leave together.
 
-    `lock` is the lock of the run's folder, which rank 0 has taken and which all ranks share from here on.
+    `lock` is the lock of the run's folder, which rank 0 has taken and which all ranks share from
+    here on.
     """
-    # The watchdog keeps the deadlines of steps; collectives only have to outlast the longest of them.
+    # The watchdog keeps the deadlines of steps; collectives only have to outlast the longest of
+    # them.
     longest = max(config.run.first_step_deadline_s, config.run.step_deadline_s)
-    init_process_group(longest, resolve_device(config), generating_ranks(config), not placement(config).actors)
+    init_process_group(
+        longest, resolve_device(config), generating_ranks(config), not placement(config).actors
+    )
     number, ranks = rank(EVERYBODY), world_size(EVERYBODY)
     if lock is not None:
         lock.share(number, ranks)
@@ -61,11 +68,14 @@ def joined(config: TrainConfig, lock: RunLock | None) -> Iterator[Watchdog]:
     destroy_process_group()
 
 
-def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Scorer | None, Critic | None]:
-    """Builds the policy, a frozen reference if the recipe needs one, and a critic unless it shares the policy's trunk.
+def build_models(
+    config: TrainConfig, device: torch.device
+) -> tuple[Policy, Scorer | None, Critic | None]:
+    """Build the policy, a frozen reference if the recipe needs one, and a critic unless it shares
+    the policy's trunk.
 
-    A reference is needed for a KL term or a teacher. It is the initial policy, the base model if the policy has
-    adapters, or the teacher. Reference and critic always use FSDP2.
+    A reference is needed for a KL term or a teacher. It is the initial policy, the base model if
+    the policy has adapters, or the teacher. Reference and critic always use FSDP2.
     """
     algorithm = config.algorithm
     in_place = way(config).shares_memory
@@ -88,7 +98,9 @@ def build_models(config: TrainConfig, device: torch.device) -> tuple[Policy, Sco
 
 
 def build_local_source(start: Start, resources: ExitStack, give_up: Callable[[], bool]) -> LocalSource:
-    """Builds the source of answers of a rank in whose crew engines run. `give_up` says if a step is to be abandoned."""
+    """Build the source of answers of a rank in whose crew engines run. `give_up` says if a step is
+    to be abandoned.
+    """
     config = start.config
     engines = Pool(
         start.leader,
@@ -105,7 +117,10 @@ def build_local_source(start: Start, resources: ExitStack, give_up: Callable[[],
     if config.rollout.slice_tokens is not None:
         pool = CarriedPool(config, engines, start.carried)
     elif start.carried is not None and read_groups(start.carried):
-        say(f"{start.carried} has unfinished answers, which are dropped, since rollout.slice_tokens is null now")
+        say(
+            f"{start.carried} has unfinished answers, which are dropped, since rollout.slice_tokens is "
+            "null now"
+        )
     source = LocalSource(
         config,
         engines,
@@ -120,16 +135,25 @@ def build_local_source(start: Start, resources: ExitStack, give_up: Callable[[],
 
 
 def build_source(
-    start: Start, sharding: ShardingManager | RemoteEngines, resources: ExitStack, give_up: Callable[[], bool]
+    start: Start,
+    sharding: ShardingManager | RemoteEngines,
+    resources: ExitStack,
+    give_up: Callable[[], bool],
 ) -> Source:
-    """Builds the source of answers of a training rank, whose weights `sharding` sends to the engines."""
+    """Build the source of answers of a training rank, whose weights `sharding` sends to the
+    engines.
+    """
     if isinstance(sharding, RemoteEngines):
         return RemoteSource(start.config, sharding, start.prompts, start.lengths, start.carried)
     return build_local_source(start, resources, give_up)
 
 
-def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -> ShardingManager | RemoteEngines:
-    """Builds the weight path from the policy to the engine, in the engine's dtype and under the checkpoint's names."""
+def build_sharding(
+    config: TrainConfig, policy: Policy, leader: Leader | None
+) -> ShardingManager | RemoteEngines:
+    """Build the weight path from the policy to the engine, in the engine's dtype and under the
+    checkpoint's names.
+    """
     dtype = getattr(torch, config.engine.dtype or config.policy.dtype)
     adapters = config.lora.engines_apply
     source = adapter_source(policy, dtype) if adapters else weight_source(policy, dtype)
@@ -138,27 +162,33 @@ def build_sharding(config: TrainConfig, policy: Policy, leader: Leader | None) -
     if placement(config).remote:
         ranks = world_size(EVERYBODY)
         generating = range(training_ranks(config, ranks), ranks)
-        return RemoteEngines(source, device, settings, generating, store(), host=weights_host(), adapter=adapter)
+        return RemoteEngines(
+            source, device, settings, generating, store(), host=weights_host(), adapter=adapter
+        )
     folder = processes.private_folder()
     size = config.engine.tensor_parallel_size
     transport = sync_way(config, policy, source)
-    return ShardingManager(source, device, settings, folder, size, leader, adapter=adapter, way=transport)
+    return ShardingManager(
+        source, device, settings, folder, size, leader, adapter=adapter, way=transport
+    )
 
 
 def sync_settings(config: TrainConfig) -> SyncSettings:
-    """Returns the recipe's settings of weight synchronisation."""
+    """Return the recipe's settings of weight synchronisation."""
     sync = config.sync
     return SyncSettings(sync.verify, sync.bucket_mib << 20, sync.timeout_s, sync.replay, sync.delta)
 
 
 def weights_host() -> str:
-    """Returns the address at which engines reach this machine: loopback if all ranks run on it."""
+    """Return the address at which engines reach this machine: loopback if all ranks run on it."""
     alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
-    return "127.0.0.1" if alone else own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    return (
+        "127.0.0.1" if alone else own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    )
 
 
 def sync_way(config: TrainConfig, policy: Policy, source: ShardedSource) -> Transport:
-    """Builds the transport that sync.way names.
+    """Build the transport that sync.way names.
 
     A user's class is called with the device and the deadline of a wait in seconds.
     """
@@ -172,16 +202,24 @@ def sync_way(config: TrainConfig, policy: Policy, source: ShardedSource) -> Tran
 
 
 def weight_source(policy: Policy, dtype: torch.dtype) -> ShardedSource:
-    """Returns the source of all weights under the checkpoint's names, with adapters merged into them."""
-    weights = [(name, parameter) for name, parameter in policy.named_parameters() if not is_adapter(name)]
+    """Return the source of all weights under the checkpoint's names, with adapters merged into
+    them.
+    """
+    weights = [
+        (name, parameter) for name, parameter in policy.named_parameters() if not is_adapter(name)
+    ]
     buffers, uncast = sent_buffers(policy.model)
     return MergingWeightSource(
-        [*weights, *buffers], low_rank(policy.model), dtype, partial(checkpoint_views, policy.model), uncast
+        [*weights, *buffers],
+        low_rank(policy.model),
+        dtype,
+        partial(checkpoint_views, policy.model),
+        uncast,
     )
 
 
 def adapter_source(policy: Policy, dtype: torch.dtype) -> ShardedSource:
-    """Returns the source of the adapters' factors under PEFT's names, which vLLM expects."""
+    """Return the source of the adapters' factors under PEFT's names, which vLLM expects."""
     return FsdpWeightSource(
         list(factors(policy.model).items()), dtype, lambda name, shape: one_piece(peft_name(name), shape)
     )

@@ -23,21 +23,22 @@ _TURNS: dict[str, dict[str, Any]] = {
     "a tool call": {"content": "", "tool_calls": [_CALL]},
     "a tool call after text": {"content": _WORD, "tool_calls": [_CALL]},
 }
-"""An assistant's messages that a template may end differently. The names of thoughts are those of Qwen3 and gpt-oss."""
-_NOT_TEMPLATES = {"add_generation_prompt", "chat_template", "continue_final_message"}  # Transformers reads these itself
+"""An assistant's messages that a template may end differently. The names of thoughts are those of
+Qwen3 and gpt-oss.
+"""
+# Transformers reads these itself
+_NOT_TEMPLATES = {"add_generation_prompt", "chat_template", "continue_final_message"}
 
 
 @dataclass(frozen=True)
 class EndTokens:
     """The tokens that end an answer.
 
-    Attributes:
-        eos: the EOS ids of the tokenizer and of generation_config.json. The engine does not read that file, so all ids
-            are passed with each request.
-        added: further ids at which answers end.
-        of_turns: the ids with which the chat template ends an assistant's turn and which it writes nowhere else in a
-            turn, whether answers end there or not.
-        remarks: sentences about how `added` came about.
+    Attributes: eos: the EOS ids of the tokenizer and of generation_config.json. The engine does not
+        read that file, so all ids are passed with each request. added: further ids at which answers
+        end. of_turns: the ids with which the chat template ends an assistant's turn and which it
+        writes nowhere else in a turn, whether answers end there or not. remarks: sentences about
+        how `added` came about.
     """
 
     eos: tuple[int, ...] = ()
@@ -56,19 +57,23 @@ class EndTokens:
         return list(answer[:-1] if ended else answer)
 
     def are_passed_by(self, trajectory: Trajectory) -> bool:
-        """Return True if the policy went on after a token with which the chat template ends a turn."""
+        """Return True if the policy went on after a token with which the chat template ends a
+        turn.
+        """
         answer = trajectory.response_ids[trajectory.answer_start : -1]
         return not {*self.of_turns}.isdisjoint(answer)
 
     def resumed(self, added: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> "EndTokens":
-        """Return the end tokens of a run that goes on from a checkpoint, whose answers ended at EOS and at `added`."""
+        """Return the end tokens of a run that goes on from a checkpoint, whose answers ended at EOS
+        and at `added`.
+        """
         if tuple(added) == self.added:
             return self
         names = token_names(tokenizer, [*self.eos, *added])
         chosen = token_names(tokenizer, self.ids)
         remark = (
-            f"answers end with {names}, as they did before the checkpoint; in a new run they would end with {chosen} "
-            "(sampling.stop_token_ids)"
+            f"answers end with {names}, as they did before the checkpoint; in a new run they would end "
+            f"with {chosen} (sampling.stop_token_ids)"
         )
         return replace(self, added=tuple(added), remarks=(remark,))
 
@@ -79,11 +84,12 @@ def end_tokens(
     data: DataConfig | None = None,
     stop_token_ids: Sequence[int] | None = None,
 ) -> EndTokens:
-    """Find the tokens that end an answer: EOS, and `stop_token_ids` or, if these are None, what the template implies.
+    """Find the tokens that end an answer: EOS, and `stop_token_ids` or, if these are None, what the
+    template implies.
 
-    The chat template's end of an assistant's turn becomes one, unless the template also writes it within an answer.
-    `data` says whether and how prompts are rendered; None: with the chat template and no arguments. Raises UserError if
-    one of `stop_token_ids` is not a token.
+    The chat template's end of an assistant's turn becomes one, unless the template also writes it
+    within an answer. `data` says whether and how prompts are rendered; None: with the chat template
+    and no arguments. Raises UserError if one of `stop_token_ids` is not a token.
     """
     eos = _eos_ids(model, tokenizer)
     kwargs = {} if data is None else data.chat_template_kwargs
@@ -93,7 +99,10 @@ def end_tokens(
     if stop_token_ids is not None:
         for token in stop_token_ids:
             if token >= len(tokenizer):
-                raise UserError(f"sampling.stop_token_ids: {token} is not one of the tokenizer's {len(tokenizer)} ids")
+                raise UserError(
+                    f"sampling.stop_token_ids: {token} is not one of the tokenizer's {len(tokenizer)} "
+                    "ids"
+                )
         return EndTokens(eos, tuple(sorted({*stop_token_ids} - {*eos})), of_turns)
     if data is not None and not data.apply_chat_template:
         return EndTokens(eos, of_turns=of_turns)
@@ -112,7 +121,9 @@ def end_tokens(
             )
         else:
             added.append(end)
-            remarks[end] = f"answers end with {name}, too: {why} (sampling.stop_token_ids: [] leaves it out)"
+            remarks[end] = (
+                f"answers end with {name}, too: {why} (sampling.stop_token_ids: [] leaves it out)"
+            )
     return EndTokens(eos, tuple(sorted(added)), of_turns, tuple(remarks.values()))
 
 
@@ -129,8 +140,8 @@ def unread_keys(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Iterato
     for key in sorted(kwargs.keys() - variables - _NOT_TEMPLATES):
         if key == "tools":
             yield (
-                "the chat template never reads tools, so prompts do not describe them: do so in data.system_prompt, "
-                "and set rollout.describe_tools to false"
+                "the chat template never reads tools, so prompts do not describe them: do so in "
+                "data.system_prompt, and set rollout.describe_tools to false"
             )
             continue
         close = difflib.get_close_matches(key, variables, n=1)
@@ -155,18 +166,22 @@ class _Turn:
     def end(self) -> int:
         """The token that ends the turn.
 
-        A template may open the next turn unasked, so it is the first token after an answer. Calls have ends of their
-        own, so it is the last token after a call.
+        A template may open the next turn unasked, so it is the first token after an answer. Calls
+        have ends of their own, so it is the last token after a call.
         """
         return self.special[-1 if "call" in self.name else 0]
 
 
-def _rendered_turns(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> Iterator[_Turn]:
+def _rendered_turns(
+    tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
+) -> Iterator[_Turn]:
     """Yield the turns that the template can render, as the last ones of their conversations."""
     settings = {**template_kwargs, "add_generation_prompt": False, "continue_final_message": False}
 
     def template(messages: Sequence[dict[str, Any]], **changes: Any) -> str:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **{**settings, **changes}))
+        return str(
+            tokenizer.apply_chat_template(list(messages), tokenize=False, **{**settings, **changes})
+        )
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -182,7 +197,9 @@ def _rendered_turns(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping
     for name, message in _TURNS.items():
         try:
             question = form.render([_QUESTION], add_generation_prompt=False)
-            text = form.render([_QUESTION, {"role": "assistant", **message}], add_generation_prompt=False)
+            text = form.render(
+                [_QUESTION, {"role": "assistant", **message}], add_generation_prompt=False
+            )
         except ValueError:  # a template need not know thoughts or calls
             continue
         pairs = zip(question, text, strict=False)
@@ -193,7 +210,9 @@ def _rendered_turns(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping
 
 
 def _eos_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokenizer's EOS id and the EOS ids in generation_config.json, if any; chat models have two."""
+    """Return the tokenizer's EOS id and the EOS ids in generation_config.json, if any; chat models
+    have two.
+    """
     ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     try:
         listed = GenerationConfig.from_pretrained(model).eos_token_id
@@ -205,6 +224,8 @@ def _eos_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def token_names(tokenizer: PreTrainedTokenizerBase, ids: Collection[int]) -> str:
-    """Return tokens with their ids, such as <|im_end|> (2) and <|endoftext|> (0); "not set" if there are none."""
+    """Return tokens with their ids, such as <|im_end|> (2) and <|endoftext|> (0); "not set" if
+    there are none.
+    """
     names = [f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in ids]
     return shortened(" and ".join(names), 120) or "not set"

@@ -30,22 +30,29 @@ from trainer.policy.routing import asked_routers
 
 
 def check_teacher(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises UserError unless the teacher, if there is one, has the policy's vocabulary with the same token ids."""
+    """Raise UserError unless the teacher, if there is one, have the policy's vocabulary with the
+    same token ids.
+    """
     teacher = config.algorithm.teacher
     if teacher is not None:
-        theirs = load_tokenizer(ModelConfig(path=teacher, trust_remote_code=config.model.trust_remote_code))
+        theirs = load_tokenizer(
+            ModelConfig(path=teacher, trust_remote_code=config.model.trust_remote_code)
+        )
         if theirs.get_vocab() != tokenizer.get_vocab():
-            raise UserError(f"algorithm.teacher: {teacher} has another tokenizer than {config.model.path}")
+            raise UserError(
+                f"algorithm.teacher: {teacher} has another tokenizer than {config.model.path}"
+            )
 
 
 def check_model(config: TrainConfig, command: Command = "train") -> TrainConfig:
-    """Raises UserError unless the recipe's model can be built and supports the recipe's settings.
+    """Raise UserError unless the recipe's model can be built and supports the recipe's settings.
 
-    Builds the model with Transformers, and its adapters with PEFT, without weights. Then checks that the model supports
-    the packing, the parallelism and the routes that the recipe asks for, and that a custom `sync.way` can be
-    imported.
+    Builds the model with Transformers, and its adapters with PEFT, without weights. Then checks
+    that the model supports the packing, the parallelism and the routes that the recipe asks for,
+    and that a custom `sync.way` can be imported.
 
-    Returns the recipe with `batch.share_prefixes: auto` replaced by what the models allow, and says why if it is false.
+    Returns the recipe with `batch.share_prefixes: auto` replaced by what the models allow, and says
+    why if it is false.
     """
     if way(config).is_users:
         try:
@@ -54,7 +61,8 @@ def check_model(config: TrainConfig, command: Command = "train") -> TrainConfig:
             raise UserError(f"sync.way: {error}") from error
     ranks = rank_count(os.environ)
     try_optimizer(
-        config.policy, shards_of(config.policy, training_ranks(config, ranks) if command == "train" else ranks)
+        config.policy,
+        shards_of(config.policy, training_ranks(config, ranks) if command == "train" else ranks),
     )
     path, dtype = config.model.path, getattr(torch, config.policy.dtype)
     try:
@@ -96,7 +104,9 @@ def check_model(config: TrainConfig, command: Command = "train") -> TrainConfig:
 
 
 def _branching_obstacles(config: TrainConfig, command: Command, model: PreTrainedModel) -> Iterator[str]:
-    """Yields the reasons why a model's class cannot share beginnings. Builds those of a critic and a teacher here."""
+    """Yield the reasons why a model's class cannot share beginnings. Build those of a critic and a
+    teacher here.
+    """
     paths = {config.critic.path, config.algorithm.teacher} if command == "train" else set()
     images, cpu = config.data.max_images > 0, torch.device("cpu")
     if obstacle := branching_obstacle(model, images):
@@ -113,19 +123,27 @@ def _branching_obstacles(config: TrainConfig, command: Command, model: PreTraine
 
 
 def _why_not(error: Exception) -> str:
-    """Returns why a model cannot be built, as a sentence without its subject."""
+    """Return why a model cannot be built, as a sentence without its subject."""
     text = str(error)
     if "trust_remote_code" in text:
         return "has code of its own: set model.trust_remote_code to true, or use another model"
     if "does not recognize this architecture" in text:
         kind = text.partition("model type `")[2].partition("`")[0]
-        return f"is of the type {kind}, which Transformers {transformers.__version__} does not have: use another model"
+        return (
+            f"is of the type {kind}, which Transformers {transformers.__version__} does not have: use "
+            "another model"
+        )
     return f"cannot be built: {type(error).__name__}: {error}"
 
 
 def check_budget(config: TrainConfig, device: torch.device, ranks: int) -> None:
-    """Raises UserError, with estimated sizes, unless trainer and engine fit on one GPU in a run of `ranks` ranks."""
+    """Raise UserError, with estimated sizes, unless trainer and engine fit on one GPU in a run of
+    `ranks` ranks.
+    """
     if device.type == "cuda":
-        sizes, total = model_sizes(config, config.model.path, config.lora), torch.cuda.mem_get_info()[1] / GIB
+        sizes, total = (
+            model_sizes(config, config.model.path, config.lora),
+            torch.cuda.mem_get_info()[1] / GIB,
+        )
         if problems := list(over_budget(config, sizes, training_ranks(config, ranks), total)):
             raise UserError(*problems)

@@ -1,6 +1,7 @@
 """The command line of `hotbunk`, which imports torch only when a command needs it.
 
-`train` and `sft` run as one rank here: `hotbunk`, or `torchrun … -m trainer train RECIPE`, has started the ranks.
+`train` and `sft` run as one rank here: `hotbunk`, or `torchrun … -m trainer train RECIPE`, has
+started the ranks.
 """
 
 import argparse
@@ -40,13 +41,17 @@ from trainer.surroundings import put_in_order
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command (None: this process's arguments). Returns the exit code; 2 is for mistakes of the user."""
+    """Run one command (None: this process's arguments). Return the exit code; 2 is for mistakes of
+    the user.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     return _reporting(lambda: _naming_paths(lambda: _dispatch(words)))
 
 
 def _naming_paths(action: Callable[[], int]) -> int:
-    """Runs `action` and returns its exit code. Raises UserError for a path that is too long or that may not be used."""
+    """Run `action` and return its exit code. Raises UserError for a path that is too long or that
+    may not be used.
+    """
     try:
         return action()
     except OSError as error:
@@ -84,12 +89,17 @@ def _dispatch(argv: list[str]) -> int:
             from trainer.data import load_tokenizer
             from trainer.rollouts.level import RolloutLevel
 
-            RolloutLevel(config, load_tokenizer(config.model))  # loads the functions that the section names
+            # Loads the functions that the section names
+            RolloutLevel(config, load_tokenizer(config.model))
         return 0
     if arguments.dry_run:
         check_inputs(config, command)
         print(to_yaml(config, mask=True), end="")
-        inputs = "prompts, rewards and the model's sizes" if command == "train" else "answers and the model's sizes"
+        inputs = (
+            "prompts, rewards and the model's sizes"
+            if command == "train"
+            else "answers and the model's sizes"
+        )
         start = shlex.join(word for word in argv if word != "--dry-run")
         print(f"# all checked: keys, tokenizer, {inputs}; to start: {own_command()} {start}")
         return 0
@@ -105,12 +115,16 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses a command and its arguments; `overrides` holds the overridden keys of a recipe. Raises UserError."""
+    """Parse a command and its arguments; `overrides` holds the overridden keys of a recipe. Raises
+    UserError.
+    """
     argv, overrides = split_overrides(argv)
     _check_command(argv)
     arguments = _parser(next(iter(argv), "")).parse_args(argv, argparse.Namespace(overrides=overrides))
     if overrides and not hasattr(arguments, "recipe"):
-        raise UserError(f"hotbunk {arguments.command} takes no recipe, so --{overrides[0]} has nothing to override")
+        raise UserError(
+            f"hotbunk {arguments.command} takes no recipe, so --{overrides[0]} has nothing to override"
+        )
     return arguments
 
 
@@ -124,13 +138,16 @@ def _check_command(argv: Sequence[str]) -> None:
 
 
 def training_config(arguments: argparse.Namespace) -> TrainConfig:
-    """Loads the recipe that the arguments of train or sft name, with their overrides. Raises UserError."""
+    """Load the recipe that the arguments of train or sft name, with their overrides. Raises
+    UserError.
+    """
     resume = [] if arguments.resume is None else [f"checkpoint.resume={json.dumps(arguments.resume)}"]
     return load_config(arguments.recipe, [*arguments.overrides, *resume])
 
 
 def check_inputs(config: TrainConfig, command: str) -> None:
-    """Loads everything that a run needs before its weights: reward functions, tokenizer, prompts. Raises UserError.
+    """Load everything that a run needs before its weights: reward functions, tokenizer, prompts.
+    Raises UserError.
 
     Builds the model without weights.
     """
@@ -177,7 +194,7 @@ def check_inputs(config: TrainConfig, command: str) -> None:
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits arguments into those that override no key, and a `section.key=value` for each override.
+    """Split arguments into those that override no key, and a `section.key=value` for each override.
 
     Overrides are given as `--section.key value` or `--section.key=value`.
     """
@@ -197,11 +214,15 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def describe_keys(width: int) -> str:
-    """Describes all keys of a recipe with type, default, meaning and values, wrapped to `width` columns."""
+    """Describe all keys of a recipe with type, default, meaning and values, wrapped to `width`
+    columns.
+    """
     lines: list[str] = []
 
     def add(text: str, first: int, further: int) -> None:
-        lines.extend(textwrap.TextWrapper(width, " " * first, " " * further, break_on_hyphens=False).wrap(text))
+        lines.extend(
+            textwrap.TextWrapper(width, " " * first, " " * further, break_on_hyphens=False).wrap(text)
+        )
 
     for key, field in known_keys():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -217,26 +238,33 @@ def describe_keys(width: int) -> str:
 
 
 def value_meanings(field: FieldInfo) -> dict[str, str]:
-    """Returns the meaning of each value of a key that takes a fixed set of values."""
+    """Return the meaning of each value of a key that takes a fixed set of values."""
     extra: Any = field.json_schema_extra or {}
     tables = [choice.table for choice in _choices(_annotation(field))]
-    return extra.get("values", {}) | {name: entry.meaning for table in tables for name, entry in table.items()}
+    return extra.get("values", {}) | {
+        name: entry.meaning for table in tables for name, entry in table.items()
+    }
 
 
 def _annotation(field: FieldInfo) -> Any:
-    """Returns the type as it was written, since Pydantic splits an annotated type into type and metadata."""
+    """Return the type as it was written, since Pydantic splits an annotated type into type and
+    metadata.
+    """
     return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
 
 
 def _choices(annotation: Any) -> list[OneOf]:
     metadata = getattr(annotation, "__metadata__", ())
     return [item for item in metadata if isinstance(item, OneOf)] + [
-        choice for part in get_args(annotation) if not isinstance(part, str | int) for choice in _choices(part)
+        choice
+        for part in get_args(annotation)
+        if not isinstance(part, str | int)
+        for choice in _choices(part)
     ]
 
 
 def _type(annotation: Any) -> str:
-    """Returns a type as users write it: `int`, `auto|cpu|cuda`, `float|null`, `list`."""
+    """Return a type as users write it: `int`, `auto|cpu|cuda`, `float|null`, `list`."""
     if get_origin(annotation) is Annotated:
         first, *metadata = get_args(annotation)
         table = next((item for item in metadata if isinstance(item, OneOf)), None)
@@ -247,7 +275,9 @@ def _type(annotation: Any) -> str:
         return "mapping" if get_origin(annotation) is dict else "list"
     if get_args(annotation):  # a union; None is null in YAML
         return "|".join(map(_type, get_args(annotation)))
-    return {type(None): "null", Path: "path", str: "text"}.get(annotation, getattr(annotation, "__name__", ""))
+    return {type(None): "null", Path: "path", str: "text"}.get(
+        annotation, getattr(annotation, "__name__", "")
+    )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -255,16 +285,23 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         option = re.search(r"unrecognized arguments: --([\w-]+)", message)
-        hint = suggestion(option[1].replace("-", "_"), [key for key, _ in known_keys()]) if option else ""
+        hint = (
+            suggestion(option[1].replace("-", "_"), [key for key, _ in known_keys()]) if option else ""
+        )
         raise UserError(message + (hint or f"; see {self.prog} --help"))
 
 
 def _parser(chosen: str) -> argparse.ArgumentParser:
-    """Builds the parser, with the arguments of the chosen command and the names of all commands."""
-    parser = _Parser(prog="hotbunk", description="Reinforcement learning of language models on shared GPUs.")
+    """Build the parser, with the arguments of the chosen command and the names of all commands."""
+    parser = _Parser(
+        prog="hotbunk", description="Reinforcement learning of language models on shared GPUs."
+    )
     parser.add_argument("--version", action="store_true", help="print the version and stop")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    summaries = {"train": "train a model by reinforcement", "sft": "warm-start a model on the answers in the data"}
+    summaries = {
+        "train": "train a model by reinforcement",
+        "sft": "warm-start a model on the answers in the data",
+    }
     for name, summary in summaries.items():
         command = commands.add_parser(
             name,
@@ -276,8 +313,12 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         command.add_argument("recipe", type=path_argument, help="YAML file")
-        command.add_argument("--dry-run", action="store_true", help="check, print the resolved recipe and stop")
-        command.add_argument("--check", action="store_true", help="check what needs no tokenizer and no data, and stop")
+        command.add_argument(
+            "--dry-run", action="store_true", help="check, print the resolved recipe and stop"
+        )
+        command.add_argument(
+            "--check", action="store_true", help="check what needs no tokenizer and no data, and stop"
+        )
         command.add_argument("--resume", metavar="auto|none|PATH", help="short for --checkpoint.resume")
     for name, summary in _commands().items():
         command = commands.add_parser(name, help=summary, allow_abbrev=False)
@@ -287,9 +328,11 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
 
 
 def _commands() -> dict[str, str]:
-    """Returns the commands besides train and sft, with their summaries: the files in trainer/commands with arguments.
+    """Return the commands besides train and sft, with their summaries: the files in
+    trainer/commands with arguments.
 
-    A summary is the first line of its file. Files are read, not imported, so that `hotbunk --help` answers quickly.
+    A summary is the first line of its file. Files are read, not imported, so that `hotbunk --help`
+    answers quickly.
     """
     files = sorted(Path(__file__).with_name("commands").glob("*.py"))
     texts = {path.stem: path.read_text("utf-8") for path in files}
@@ -307,10 +350,11 @@ def _module(command: str) -> ModuleType:
 
 
 def _reporting(action: Callable[[], int]) -> int:
-    """Runs `action` and returns its exit code; a UserError is printed, once on each machine, and returns 2.
+    """Run `action` and return its exit code; a UserError is printed, once on each machine, and its
+    code is 2.
 
-    The UserError may also be the cause of the exception that a collective has raised on all ranks. Code of the user's
-    that ends the process is reported in the same way.
+    The UserError may also be the cause of the exception that a collective has raised on all ranks.
+    Code of the user's that ends the process is reported in the same way.
     """
     try:
         return action()
@@ -323,7 +367,8 @@ def _reporting(action: Callable[[], int]) -> int:
         if not isinstance(error, UserError):
             raise
         processes.leave_word("UserError", str(error))
-        if not re.fullmatch("0*[1-9][0-9]{0,5}", os.environ.get("LOCAL_RANK", "0")):  # 0, or not a number
+        if not re.fullmatch("0*[1-9][0-9]{0,5}", os.environ.get("LOCAL_RANK", "0")):
+            # 0, or not a number
             for line in str(error).splitlines():
                 print(f"hotbunk: {line}", file=sys.stderr)
         return 2

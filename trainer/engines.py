@@ -30,7 +30,9 @@ from trainer.run.screen import Progress
 
 
 def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
-    """Returns the settings of this rank's engine. The ranks of an engine are consecutive and on one machine."""
+    """Return the settings of this rank's engine. The ranks of an engine are consecutive and on one
+    machine.
+    """
     engine, size = config.engine, config.engine.tensor_parallel_size
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -41,7 +43,10 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         group, local_ranks = range(size), engine.replicas * size
     places = cpu_places(group, local_ranks)
     needed = processor_arguments(config, on_cuda)
-    both = {"additional_config": needed.get("additional_config", {}) | engine.extra.get("additional_config", {})}
+    both = {
+        "additional_config": needed.get("additional_config", {})
+        | engine.extra.get("additional_config", {})
+    }
     return EngineSettings(
         model=str(resolve_folder(config.model.path)),
         tokenizer=config.model.tokenizer,
@@ -74,15 +79,20 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
 
 
 def processor_arguments(config: TrainConfig, on_cuda: bool) -> dict[str, Any]:
-    """Returns vLLM's arguments for engine.logits_processors. Raises UserError for one that cannot be loaded or used."""
+    """Return vLLM's arguments for engine.logits_processors. Raises UserError for one that cannot be
+    loaded or used.
+    """
     try:
-        return engine_arguments(config.engine.logits_processors, uses_v2(on_cpu=not on_cuda, environ=os.environ))
+        return engine_arguments(
+            config.engine.logits_processors, uses_v2(on_cpu=not on_cuda, environ=os.environ)
+        )
     except ValueError as error:
         raise UserError(f"engine.logits_processors: {error}") from error
 
 
 def fetch_model(config: TrainConfig) -> None:
-    """Downloads the model on one rank of each machine, before engines start, whose start has a deadline.
+    """Download the model on one rank of each machine, before engines start, whose start has a
+    deadline.
 
     Raises UserError if its files cannot be used, as `check_config` does for a folder.
     """
@@ -91,7 +101,7 @@ def fetch_model(config: TrainConfig) -> None:
 
 
 def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
-    """Starts an engine if this rank leads one, and returns it; None on all other ranks."""
+    """Start an engine if this rank leads one, and return it; None on all other ranks."""
     if not leads_engine(config, rank(EVERYBODY), world_size(EVERYBODY)):
         return None
     engine = config.engine
@@ -99,7 +109,8 @@ def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
         return _start(Engine(engine_settings(config, on_cuda)), engine.start_timeout_s)
     cuda = resolve_device(config) == "cuda"
     settings = engine_settings(config, cuda)  # this rank itself has no device
-    taken = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1 if cuda else 0  # devices of the training ranks here
+    # Devices of the training ranks here
+    taken = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1 if cuda else 0
     try:
         join_cluster(engine.replicas * engine.tensor_parallel_size, taken)
     except ValueError as error:
@@ -108,9 +119,11 @@ def start_engine(config: TrainConfig, on_cuda: bool) -> Leader | None:
 
 
 def put_to_sleep(leader: Leader | None, timeout: float) -> None:
-    """Put a started engine to sleep, before models are built that need its memory; nothing for one that sleeps.
+    """Put a started engine to sleep, before models are built that need its memory; nothing for one
+    that sleeps.
 
-    Weights that no sync brings stay: those under adapters, and those that the trainer is going to share.
+    Weights that no sync brings stay: those under adapters, and those that the trainer is going to
+    share.
     """
     if leader is not None and leader.engine.state.memory is Memory.AWAKE:
         settings = leader.engine.settings
@@ -119,7 +132,7 @@ def put_to_sleep(leader: Leader | None, timeout: float) -> None:
 
 
 def rank_device(config: TrainConfig) -> torch.device:
-    """Returns the device on which this rank trains or its engine runs."""
+    """Return the device on which this rank trains or its engine runs."""
     generates = rank(EVERYBODY) >= training_ranks(config, world_size(EVERYBODY))
     has_none = placement(config).actors and generates
     if resolve_device(config) == "cpu" or has_none:
@@ -128,8 +141,11 @@ def rank_device(config: TrainConfig) -> torch.device:
 
 
 async def start_server(engine: Engine, **settings: Any) -> CapturingServer:
-    """Starts the server that rollout clients talk to (level 6); `settings` are the fields of `ServerSettings`."""
-    from generation.server import OpenAIServer, ServerSettings  # imports vLLM's web framework, only level 6 needs it
+    """Start the server that rollout clients talk to (level 6); `settings` are the fields of
+    `ServerSettings`.
+    """
+    # Imports vLLM's web framework, only level 6 needs it
+    from generation.server import OpenAIServer, ServerSettings
 
     return await OpenAIServer.start(engine, ServerSettings(**settings))
 
@@ -138,19 +154,24 @@ def _start(engine: Engine, timeout: float) -> Leader:
     try:
         return Leader.start(engine, timeout)
     except (ValueError, TimeoutError) as error:  # vLLM rejects its settings
-        raise UserError(f"the engine does not start with these settings of engine and model: {error}") from error
+        raise UserError(
+            f"the engine does not start with these settings of engine and model: {error}"
+        ) from error
 
 
 def stop_engine(leader: Leader | None) -> None:
-    """Stops the engine's processes and its thread, if this rank leads an engine."""
+    """Stop the engine's processes and its thread, if this rank leads an engine."""
     if leader is not None:
         leader.close()
 
 
-def on_checkpoint(command: str, settings: EngineSettings, job: Callable[[Leader], int], timeout: float = 600.0) -> int:
-    """Starts an engine with a checkpoint's weights, runs a command's job on it, and stops the engine.
+def on_checkpoint(
+    command: str, settings: EngineSettings, job: Callable[[Leader], int], timeout: float = 600.0
+) -> int:
+    """Start an engine with a checkpoint's weights, run a command's job on it, and stop the engine.
 
-    Returns the job's exit status; or 2, after printing a sentence on stderr, for mistakes that the user can fix.
+    Returns the job's exit status; or 2, after printing a sentence on stderr, for mistakes that the
+    user can fix.
     """
     stop_forking = fork_engines() if settings.on_cpu else lambda: None
     processes.install_signal_handlers(lambda: command, command=command)
@@ -161,7 +182,8 @@ def on_checkpoint(command: str, settings: EngineSettings, job: Callable[[Leader]
             leader = _start(Engine(settings), timeout)
         leader.engine.state.adopt_checkpoint(0)
         return job(leader)
-    except (UserError, ValueError) as error:  # includes a prompt that is too long and a port that is taken
+    except (UserError, ValueError) as error:
+        # includes a prompt that is too long and a port that is taken
         print(f"hotbunk: {error}", file=sys.stderr)
         return 2
     finally:
@@ -169,8 +191,12 @@ def on_checkpoint(command: str, settings: EngineSettings, job: Callable[[Leader]
         stop_forking()
 
 
-def evaluation_sampling(config: TrainConfig, dataset: HeldOutConfig, stop_token_ids: list[int]) -> SamplingSettings:
-    """Returns a held-out dataset's sampling settings: its own ones, else those of `eval`, with training's stops."""
+def evaluation_sampling(
+    config: TrainConfig, dataset: HeldOutConfig, stop_token_ids: list[int]
+) -> SamplingSettings:
+    """Return a held-out dataset's sampling settings: its own ones, else those of `eval`, with
+    training's stops.
+    """
     shared = config.eval
     return SamplingSettings(
         max_tokens=dataset.max_tokens or shared.max_tokens or config.sampling.max_tokens,

@@ -1,4 +1,6 @@
-"""`UserError` for mistakes that the user can fix, and helpers that quote values in its sentences."""
+"""`UserError` for mistakes that the user can fix, and helpers that quote values in its
+sentences.
+"""
 
 import signal
 import traceback
@@ -10,8 +12,9 @@ _GAP = " […] "
 class UserError(Exception):
     """Bad configuration or input, described in sentences that each name the culprit and the remedy.
 
-    The command line prints each sentence on a line of its own, without a traceback, and exits with code 2. Any other
-    exception is a defect and keeps its traceback. A sentence is never cut; values in it are quoted by `quoted`.
+    The command line prints each sentence on a line of its own, without a traceback, and exits with
+    code 2. Any other exception is a defect and keeps its traceback. A sentence is never cut; values
+    in it are quoted by `quoted`.
     """
 
     def __init__(self, *sentences: str) -> None:
@@ -22,16 +25,21 @@ class UserError(Exception):
 
 
 def quoted(value: object) -> str:
-    """Returns the repr of a value for use in a sentence, without its middle if it is longer than 80 characters."""
+    """Return the repr of a value for use in a sentence, without its middle if it is longer than 80
+    characters.
+    """
     try:
         text = repr(value)
-    except (ValueError, RecursionError) as error:  # an integer of more than 4300 digits; lists in lists in lists
+    except (ValueError, RecursionError) as error:
+        # an integer of more than 4300 digits; lists in lists in lists
         text = f"<{type(value).__name__}: {error}>"
     return shortened(text, _LONGEST_VALUE)
 
 
 def shortened(text: str, limit: int) -> str:
-    """Returns the text; one longer than `limit` characters loses its middle and keeps twice as much start as end."""
+    """Return the text; one longer than `limit` characters loses its middle and keeps twice as much
+    start as end.
+    """
     if len(text) <= limit:
         return text
     head = (limit - len(_GAP)) * 2 // 3
@@ -39,7 +47,9 @@ def shortened(text: str, limit: int) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first 300 characters of an error's text on one line, or its type's name if it has none."""
+    """Return the first 300 characters of an error's text on one line, or its type's name if it has
+    none.
+    """
     text = str(error) or type(error).__name__
     return " ".join(text.split())[:300]
 
@@ -53,7 +63,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 def exit_sentence(left: SystemExit) -> str:
-    """Return the sentence about code of the user's, or of a library, that wanted to end the process."""
+    """Return the sentence about code of the user's, or of a library, that wanted to end the
+    process.
+    """
     frame = traceback.extract_tb(left.__traceback__)[-1]
     called = f"{frame.filename}, line {frame.lineno}, ends the process (SystemExit: {left.code})"
     return f"{called}: let it return, or raise another exception"

@@ -1,7 +1,8 @@
-"""Held-out prompts and the metrics of their answers, for evaluations during training and for `hotbunk eval`.
+"""Held-out prompts and the metrics of their answers, for evaluations during training and for
+`hotbunk eval`.
 
-pass@k and majority@k are unbiased estimates from n ≥ k answers: exact expectations over all subsets of k of the n
-answers.
+pass@k and majority@k are unbiased estimates from n ≥ k answers: exact expectations over all subsets
+of k of the n answers.
 """
 
 from collections import Counter, defaultdict
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """Returns the probability that k of n answers, `right` of which are right, include a right one.
+    """Return the probability that k of n answers, `right` of which are right, include a right one.
 
     1 - C(n - right, k) / C(n, k): Chen et al. 2021 (arXiv:2107.03374), equation 1, for 1 ≤ k ≤ n.
     """
@@ -32,21 +33,22 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def majority_at_k(votes: Sequence[str | None], right: Sequence[bool], k: int) -> float:
-    """Returns the probability that the most frequent vote among k of n answers is right.
+    """Return the probability that the most frequent vote among k of n answers is right.
 
     This is self-consistency (arXiv:2203.11171).
 
-    Args:
-        votes: [n] each answer's vote, such as its final number. None abstains; if all k abstain, the result is wrong.
-        right: [n] True for each right answer. If equal votes were judged differently, their mean counts.
-        k: number of answers that vote, from 1 to n. Votes that tie win equally often.
+    Args: votes: [n] each answer's vote, such as its final number. None abstains; if all k abstain,
+        the result is wrong. right: [n] True for each right answer. If equal votes were judged
+        differently, their mean counts. k: number of answers that vote, from 1 to n. Votes that tie
+        win equally often.
     """
     counts = Counter(vote for vote in votes if vote is not None)
     verdicts = Counter(vote for vote, verdict in zip(votes, right, strict=True) if verdict)
     expected = 0.0
-    for most in range(1, min(k, max(counts.values(), default=0)) + 1):  # the number of ballots of a winner
-        # States are keyed by the number of winners so far and of ballots left. Each holds its probability, and that
-        # probability times the summed correctness of its winners.
+    for most in range(1, min(k, max(counts.values(), default=0)) + 1):
+        # the number of ballots of a winner States are keyed by the number of winners so far and of
+        # ballots left. Each holds its probability, and that probability times the summed
+        # correctness of its winners.
         states, pool = {(0, k): (1.0, 0.0)}, len(votes)
         for vote, count in counts.items():
             grown: dict[tuple[int, int], tuple[float, float]] = {}
@@ -65,7 +67,9 @@ def majority_at_k(votes: Sequence[str | None], right: Sequence[bool], k: int) ->
 def load_held_outs(
     config: TrainConfig, level: RolloutLevel, tokenizer: "PreTrainedTokenizerBase", end_ids: list[int]
 ) -> list[HeldOut]:
-    """Loads all datasets to evaluate on, in the recipe's order. Raises UserError naming one that cannot be read."""
+    """Load all datasets to evaluate on, in the recipe's order. Raises UserError naming one that
+    cannot be read.
+    """
     held_outs = []
     for name, dataset in config.eval.datasets.items():
         prompts = load_held_out(dataset, level.data, tokenizer, level.image_rules)
@@ -74,8 +78,11 @@ def load_held_outs(
     return held_outs
 
 
-def evaluation_metrics(answers: Mapping[str, Sequence[Answer]], labels: Sequence[str], config: EvalConfig) -> Metrics:
-    """Returns the metrics of an evaluation: eval/… for a single dataset; with several, also eval/NAME/… for each.
+def evaluation_metrics(
+    answers: Mapping[str, Sequence[Answer]], labels: Sequence[str], config: EvalConfig
+) -> Metrics:
+    """Return the metrics of an evaluation: eval/… for a single dataset; with several, also
+    eval/NAME/… for each.
 
     With several datasets, eval/… is their mean, in which all weigh the same.
 
@@ -87,30 +94,35 @@ def evaluation_metrics(answers: Mapping[str, Sequence[Answer]], labels: Sequence
     several = figures.items() if len(figures) > 1 else ()
     metrics = {f"eval/{name}/{key}": value for name, part in several for key, value in part.items()}
     keys = dict.fromkeys(key for part in figures.values() for key in part)
-    return metrics | {f"eval/{key}": _mean([part.get(key, 0.0) for part in figures.values()]) for key in keys}
+    return metrics | {
+        f"eval/{key}": _mean([part.get(key, 0.0) for part in figures.values()]) for key in keys
+    }
 
 
 def dataset_figures(
     trajectories: Sequence[Answer], labels: Sequence[str], config: EvalConfig, name: str = "data"
 ) -> Metrics:
-    """Returns the metrics of one dataset: means over the answers to a prompt, and then over prompts.
+    """Return the metrics of one dataset: means over the answers to a prompt, and then over prompts.
 
-    An episode counts as one answer: it has the reward, vote and ending of its last trajectory, and the tokens of all of
-    its trajectories. Its score is the value of the first reward function that has not abstained from it, in the order
-    of `labels`; its total reward, if there is none. accuracy is the mean of the scores. For pass@k and majority@k an
-    answer is right if its score is at least `config.right_from`. A failed episode counts as a wrong answer with reward
-    0 that abstains from votes. misjudged is the share of episodes on which a reward function failed.
+    An episode counts as one answer: it has the reward, vote and ending of its last trajectory, and
+    the tokens of all of its trajectories. Its score is the value of the first reward function that
+    has not abstained from it, in the order of `labels`; its total reward, if there is none.
+    accuracy is the mean of the scores. For pass@k and majority@k an answer is right if its score is
+    at least `config.right_from`. A failed episode counts as a wrong answer with reward 0 that
+    abstains from votes. misjudged is the share of episodes on which a reward function failed.
 
-    An answer from which all functions abstain has no part in accuracy, reward, pass@k and majority@k, nor has a prompt
-    with fewer than k other answers. abstained is the share of such answers. Raises UserError, with the dataset's
-    `name`, if that leaves no prompt.
+    An answer from which all functions abstain has no part in accuracy, reward, pass@k and
+    majority@k, nor has a prompt with fewer than k other answers. abstained is the share of such
+    answers. Raises UserError, with the dataset's `name`, if that leaves no prompt.
     """
     prompts = _by_prompt(trajectories)
     episodes = [episode for answers in prompts for episode in answers]
     judged = _judged(prompts, name)
     figures = {
         "accuracy": _mean(accuracies(trajectories, labels)),
-        "reward": _mean([_mean([0.0 if _failed(e) else e[-1].reward for e in answers]) for answers in judged]),
+        "reward": _mean(
+            [_mean([0.0 if _failed(e) else e[-1].reward for e in answers]) for answers in judged]
+        ),
         "length": _mean([float(sum(t.sampled for t in episode)) for episode in episodes]),
         "truncated": _mean([float(episode[-1].cut) for episode in episodes]),
     }
@@ -120,39 +132,49 @@ def dataset_figures(
         figures["abstained"] = _mean([float(_unjudged(episode)) for episode in episodes])
     for k in config.k:
         judged = _judged(prompts, name, least=k)
-        verdicts = [[not _failed(e) and _score(e, labels) >= config.right_from for e in answers] for answers in judged]
+        verdicts = [
+            [not _failed(e) and _score(e, labels) >= config.right_from for e in answers]
+            for answers in judged
+        ]
         votes = [[None if _failed(e) else e[-1].vote for e in answers] for answers in judged]
         figures[f"pass@{k}"] = _mean([pass_at_k(len(right), sum(right), k) for right in verdicts])
-        figures[f"majority@{k}"] = _mean([majority_at_k(v, right, k) for v, right in zip(votes, verdicts, strict=True)])
+        figures[f"majority@{k}"] = _mean(
+            [majority_at_k(v, right, k) for v, right in zip(votes, verdicts, strict=True)]
+        )
     return figures
 
 
 def accuracies(trajectories: Sequence[Answer], labels: Sequence[str]) -> list[float]:
-    """Returns the accuracy of each prompt, the mean over its answers from which not all functions abstained."""
+    """Return the accuracy of each prompt, the mean over its answers from which not all functions
+    abstained.
+    """
     judged = _judged(_by_prompt(trajectories))
     return [_mean([_score(episode, labels) for episode in answers]) for answers in judged]
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Returns the standard error of the mean of independent values; 0 for a single value.
+    """Return the standard error of the mean of independent values; 0 for a single value.
 
-    Pass one value per prompt, since answers to the same prompt are not independent: Miller 2024 (arXiv:2411.00640),
-    section 2.2.
+    Pass one value per prompt, since answers to the same prompt are not independent: Miller 2024
+    (arXiv:2411.00640), section 2.2.
     """
     mean, count = _mean(values), len(values)
     return (sum((value - mean) ** 2 for value in values) / max(count - 1, 1) / count) ** 0.5
 
 
 def _by_prompt(trajectories: Iterable[Answer]) -> list[list[list[Answer]]]:
-    """Groups trajectories by prompt, and within each prompt by episode."""
+    """Group trajectories by prompt, and within each prompt by episode."""
     prompts: dict[int, list[list[Answer]]] = defaultdict(list)
     for episode in by_episode(trajectories):
         prompts[episode[0].prompt_index].append(episode)
     return list(prompts.values())
 
 
-def _judged(prompts: Iterable[list[list[Answer]]], name: str = "data", least: int = 1) -> list[list[list[Answer]]]:
-    """Returns each prompt's answers from which not all functions abstained, of prompts that have at least `least`.
+def _judged(
+    prompts: Iterable[list[list[Answer]]], name: str = "data", least: int = 1
+) -> list[list[list[Answer]]]:
+    """Return each prompt's answers from which not all functions abstained, of prompts that have at
+    least `least`.
 
     Raises UserError if there is no such prompt.
     """
@@ -163,8 +185,8 @@ def _judged(prompts: Iterable[list[list[Answer]]], name: str = "data", least: in
             judged.append(present)
     if not judged:
         raise UserError(
-            f"eval.datasets.{name}: the reward functions abstain from so many answers that no prompt has {least} to "
-            "measure: add a function that judges its rows, or leave the dataset out"
+            f"eval.datasets.{name}: the reward functions abstain from so many answers that no prompt "
+            f"has {least} to measure: add a function that judges its rows, or leave the dataset out"
         )
     return judged
 
@@ -178,7 +200,9 @@ def _failed(episode: list[Answer]) -> bool:
 
 
 def _score(episode: list[Answer], labels: Sequence[str]) -> float:
-    """Returns the value of the first function that has not abstained; 0 if the episode or the first function failed."""
+    """Return the value of the first function that has not abstained; 0 if the episode or the first
+    function failed.
+    """
     last = episode[-1]
     first_failed = bool(last.misjudged and labels) and labels[0] not in last.reward_parts
     if _failed(episode) or first_failed:

@@ -1,4 +1,6 @@
-"""The loop of a rank that only generates: wait for an order, receive weights, sample, and send the answers."""
+"""The loop of a rank that only generates: wait for an order, receive weights, sample, and send the
+answers.
+"""
 
 import json
 from collections.abc import Callable
@@ -25,15 +27,18 @@ from trainer.start import begin
 
 
 def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> Callable[[], None]:
-    """Builds this rank's engine and the receiver of its weights, and returns the loop that carries out orders.
+    """Build this rank's engine and the receiver of its weights, and return the loop that carries
+    out orders.
 
-    The loop returns when the training ranks have no more orders. It raises RemoteError if they have failed.
+    The loop returns when the training ranks have no more orders. It raises RemoteError if they have
+    failed.
     """
     start = begin(config, watchdog, resources, watchdog.current_phase)
     config = start.config
     trainers = Trainers(start.leader, store(), rank(EVERYBODY), sync_settings(config))
 
-    def late() -> bool:  # never with a lag: the checkpoint needs these answers, since their weights will be gone
+    def late() -> bool:
+        # never with a lag: the checkpoint needs these answers, since their weights will be gone
         return not config.rollout.lag and watchdog.called_for() > config.checkpoint.grace_s / 2
 
     source = build_local_source(start, resources, late)
@@ -60,9 +65,15 @@ def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> C
 
 
 def carry_out(
-    message: dict[str, Any], config: TrainConfig, trainers: Trainers, source: LocalSource, meter: PhaseMeter
+    message: dict[str, Any],
+    config: TrainConfig,
+    trainers: Trainers,
+    source: LocalSource,
+    meter: PhaseMeter,
 ) -> None:
-    """Receives the order's weights, samples or evaluates with them, and sends the answers to the training ranks."""
+    """Receive the order's weights, sample or evaluates with them, and send the answers to the
+    training ranks.
+    """
     trainers.receive(message["version"])
     if states := message["random_states"].get(rank(EVERYBODY)):
         restore_random_states(json.loads(states), "an order")

@@ -1,8 +1,8 @@
 """The training loop, in which one step can be read from top to bottom.
 
-There is no scheduler and no controller. Every rank that trains runs this file, under torchrun or alone; one that only
-generates runs `trainer/generator.py`. All ranks take the same decisions, either from the same data or through one of
-the collectives that the called modules document.
+There is no scheduler and no controller. Every rank that trains runs this file, under torchrun or
+alone; one that only generates runs `trainer/generator.py`. All ranks take the same decisions,
+either from the same data or through one of the collectives that the called modules document.
 """
 
 import gc
@@ -46,15 +46,18 @@ class RLTrainer:
     """Trains one policy by reinforcement learning on the prompts of one recipe."""
 
     def __init__(self, config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> None:
-        """Builds all parts, starting with those that are cheap and likely to fail. `resources` closes them in the end.
+        """Build all parts, starting with those that are cheap and likely to fail. `resources`
+        closes them in the end.
 
         `resources` does so however the run ends.
         """
         self.watchdog = watchdog
-        # Some rows of the latest evaluation, or of the latest step if the recipe has no evaluation; on rank 0 only.
+        # Some rows of the latest evaluation, or of the latest step if the recipe has no evaluation;
+        # on rank 0 only.
         self.last_answers: list[dict[str, Any]] = []
         self.last_sync = SyncReport(version=-1)
-        self.sharing_required = config.batch.share_prefixes is True  # and not auto, which `begin` replaces
+        # And not auto, which `begin` replaces
+        self.sharing_required = config.batch.share_prefixes is True
         start = begin(config, watchdog, resources, self.doing)
         self.config = start.config
         self.screen = start.screen
@@ -66,27 +69,38 @@ class RLTrainer:
         self.held_outs = start.held_outs
         self.build(resources, start)
         gc.collect()
-        gc.freeze()  # spares the collection of each shift the objects that exist by now, which would take 0.4 s
+        # Spares the collection of each shift the objects that exist by now, which would take 0.4 s
+        gc.freeze()
 
     def build(self, resources: ExitStack, start: Start) -> None:
-        """Builds the models, the weight path to the engines and what a step needs, and loads the checkpoint, if any."""
+        """Build the models, the weight path to the engines and what a step needs, and load the
+        checkpoint, if any.
+        """
         config, watchdog, device = self.config, self.watchdog, rank_device(self.config)
         self.screen.note(f"loading {config.model.path} for training")
         self.policy, reference, critic = build_models(config, device)
         # Models besides the policy that can leave GPU memory during a generation shift.
         self.tenants = [critic] if critic is not None else []
-        self.sharding = resources.enter_context(closing(build_sharding(config, self.policy, start.leader)))
+        self.sharding = resources.enter_context(
+            closing(build_sharding(config, self.policy, start.leader))
+        )
         if isinstance(self.sharding, ShardingManager):  # remote engines are not started again
             self.restarts.sharding = self.sharding
             try:
                 self.sharding.connect()
             except RemoteError as failure:
                 self.restarts.after(failure, self.policy, *self.tenants)
-        self.source = build_source(start, self.sharding, resources, give_up=lambda: self.keeper.late_to_leave())
+        self.source = build_source(
+            start, self.sharding, resources, give_up=lambda: self.keeper.late_to_leave()
+        )
         self.produce = self.source.produce
         if config.checkpoint.rollouts:
             self.produce = Journal(self.source, config, start.identity).produce
-        pad_id, weights, untrained = self.tokenizer.pad_token_id, self.rewards.weights, self.source.untrained
+        pad_id, weights, untrained = (
+            self.tokenizer.pad_token_id,
+            self.rewards.weights,
+            self.source.untrained,
+        )
         self.learner = Learner(
             config,
             self.policy,
@@ -102,22 +116,30 @@ class RLTrainer:
         if start.checkpoint is not None:
             load(start.checkpoint, parts)
         carried = self.source.carried  # packs the answers that have not been trained on yet
-        keeper = Keeper(config, watchdog, self.state, parts=parts, identity=start.identity, carried=carried)
+        keeper = Keeper(
+            config, watchdog, self.state, parts=parts, identity=start.identity, carried=carried
+        )
         self.keeper = resources.enter_context(closing(keeper))
         self.tracker = resources.enter_context(closing(make_run_tracker(config, self.state)))
         works = {
             id(m.work): m.work for m in (self.policy, reference, critic) if m is not None
         }  # a LoRA base shares its policy's
         self.meter = PhaseMeter(config, device, start.leader, watchdog, *works.values())
-        self.profiler = StepProfiler(config.run.profile, config.run.folder / "profile", device, enabled=is_main())
+        self.profiler = StepProfiler(
+            config.run.profile, config.run.folder / "profile", device, enabled=is_main()
+        )
 
     def doing(self) -> str:
-        """Describes this rank's phase, for the screen."""
+        """Describe this rank's phase, for the screen."""
         phase = self.watchdog.current_phase()
-        return f"{phase}, {self.source.finished} answers" if phase.endswith(("rollout", "eval")) else phase
+        return (
+            f"{phase}, {self.source.finished} answers" if phase.endswith(("rollout", "eval")) else phase
+        )
 
     def train(self) -> None:
-        """Runs all remaining steps, with evaluations and checkpoints where they are due, and then exports the model."""
+        """Run all remaining steps, with evaluations and checkpoints where they are due, and then
+        export the model.
+        """
         config, state = self.config, self.state
         deadline = config.run.first_step_deadline_s
         self.keeper.hold_signals(signal.SIGTERM)
@@ -130,21 +152,27 @@ class RLTrainer:
                     with self.profiler.step(state.step + 1):
                         self.train_step(state.step + 1)
                 except StepAbandoned:
-                    self.sharding.sleep()  # all ranks raise StepAbandoned together; the trainer needs the memory again
+                    # All ranks raise StepAbandoned together; the trainer needs the memory again
+                    self.sharding.sleep()
                     self.source.take_back(state.step + 1)
                     self.keeper.leave()
             deadline = config.run.step_deadline_s
         with self.watchdog.phase("finish", config.run.first_step_deadline_s):
             self.keeper.finish()
-            record: dict[str, Any] = {"tracker": self.tracker, "screen": self.screen, "answers": self.last_answers}
+            record: dict[str, Any] = {
+                "tracker": self.tracker,
+                "screen": self.screen,
+                "answers": self.last_answers,
+            }
             export_and_report(config, self.policy, self.tokenizer, self.prompts, state=state, **record)
 
     def train_step(self, step: int) -> None:
-        """Runs one step: samples and scores answers, assigns credit, updates the policy, and logs."""
+        """Run one step: sample and score answers, assign credit, update the policy, and log."""
         config, began = self.config, time.perf_counter()
         # Engines sample; reward functions score each answer as soon as it is finished.
         batch = self.in_shift(partial(self.sample, step), may_leave=True)
-        self.state.prompts = batch.position  # only now: an abandoned or repeated step must not consume prompts
+        # Only now: an abandoned or repeated step must not consume prompts
+        self.state.prompts = batch.position
         with self.meter.phase("update"):
             metrics = rollout_metrics(batch.answers) | batch.metrics()
             metrics |= self.learner.learn(*batch.kept(), step)  # log-probabilities, advantages, updates
@@ -163,12 +191,14 @@ class RLTrainer:
         self.log(step, metrics | self.meter.take())
         if first_gap:
             check_first_gap(metrics, config)
-        # After logging, so that whenever the run is killed, its files have all steps that a checkpoint has.
+        # After logging, so that whenever the run is killed, its files have all steps that a
+        # checkpoint has.
         with self.meter.phase("checkpoint"):
             self.keeper.step_done(metrics)
 
     def in_shift(self, work: Callable[[], T], may_leave: bool = False) -> T:
-        """Runs `work` in a generation shift and returns its result; repeats the shift if an engine has died.
+        """Run `work` in a generation shift and return its result; repeat the shift if an engine has
+        died.
 
         With `may_leave`, raises StepAbandoned instead of repeating if the run was asked to end.
         """
@@ -181,18 +211,23 @@ class RLTrainer:
 
     @contextmanager
     def generation_shift(self) -> Iterator[None]:
-        """Wakes the engines at the policy's version for the block, puts them to sleep, and records the shift's cost.
+        """Wake the engines at the policy's version for the block, put them to sleep, and record the
+        shift's cost.
 
-        Raises NotFiniteError, naming a parameter that is not finite, if a sampled log-probability is not.
+        Raises NotFiniteError, naming a parameter that is not finite, if a sampled log-probability
+        is not.
         """
         with self.watchdog.phase("generation shift", self.config.run.first_step_deadline_s):
             try:
                 with self.sharding.generation_shift(self.policy, *self.tenants):
                     yield
-                    gc.collect()  # frees cycles such as OpenAI clients, whose 200 KiB of certificates Python cannot see
+                    # Frees cycles such as OpenAI clients, whose 200 KiB of certificates Python
+                    # cannot see
+                    gc.collect()
                     self.meter.note_engine_memory("awake")
             except NotFiniteError as error:
-                self.sharding.sleep()  # all ranks raise this together; the policy's weights are in place again
+                # All ranks raise this together; the policy's weights are in place again
+                self.sharding.sleep()
                 raise NotFiniteError(f"{error}; {culprits(self.policy)}") from None
             self.meter.note_engine_memory("asleep")
         report = self.sharding.report
@@ -203,13 +238,13 @@ class RLTrainer:
         self.last_sync = report
 
     def sample(self, step: int) -> StepBatch:
-        """Samples the step's prompts, from where the last step stopped. Collective."""
+        """Sample the step's prompts, from where the last step stopped. Collective."""
         order = Order(step, self.policy.version, self.state.prompts)
         with self.meter.phase("rollout", self.source.waits_for):
             return self.produce(order)
 
     def sample_held_outs(self) -> dict[str, list[Answer]]:
-        """Samples all engines' answers to the held-out prompts, and returns them by dataset."""
+        """Sample all engines' answers to the held-out prompts, and return them by dataset."""
         order = Order(-1 - self.state.step, self.policy.version, self.state.prompts)
         answers: dict[str, list[Answer]] = {}
         self.last_answers = []
@@ -226,9 +261,11 @@ class RLTrainer:
         return answers
 
     def evaluate(self) -> Metrics:
-        """Samples and scores the held-out prompts in a shift of their own, and returns the evaluation's metrics.
+        """Sample and score the held-out prompts in a shift of their own, and return the
+        evaluation's metrics.
 
-        The global random states are restored afterwards, so that an evaluation does not change training.
+        The global random states are restored afterwards, so that an evaluation does not change
+        training.
         """
         with random_states_kept():
             answers = self.in_shift(self.sample_held_outs)
@@ -237,13 +274,22 @@ class RLTrainer:
         return metrics
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Writes one row of metrics to metrics.jsonl, to the trackers and to the screen."""
+        """Write one row of metrics to metrics.jsonl, to the trackers and to the screen."""
         if "time/rollout" in metrics and "rollout_tokens" in metrics:
-            metrics["throughput/rollout_tokens_per_s"] = metrics["rollout_tokens"] / metrics["time/rollout"]
-            metrics["throughput/train_tokens_per_s"] = metrics.get("train_tokens", 0.0) / metrics["time/update"]
+            metrics["throughput/rollout_tokens_per_s"] = (
+                metrics["rollout_tokens"] / metrics["time/rollout"]
+            )
+            metrics["throughput/train_tokens_per_s"] = (
+                metrics.get("train_tokens", 0.0) / metrics["time/update"]
+            )
             metrics["throughput/tokens_per_s"] = metrics["rollout_tokens"] / metrics["time/step"]
-            metrics["throughput/tokens_per_s_per_device"] = metrics["throughput/tokens_per_s"] / world_size()
-        metrics |= {"sync/version": float(self.policy.version), "sync/verified": float(self.state.syncs_verified)}
+            metrics["throughput/tokens_per_s_per_device"] = (
+                metrics["throughput/tokens_per_s"] / world_size()
+            )
+        metrics |= {
+            "sync/version": float(self.policy.version),
+            "sync/verified": float(self.state.syncs_verified),
+        }
         if self.config.sync.delta:
             metrics["sync/bytes"] = float(self.sharding.report.sent_bytes)
         self.tracker.log(step, metrics)

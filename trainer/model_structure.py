@@ -2,9 +2,10 @@
 
 The parts are the decoder layers and, in a multimodal model, the vision modules.
 
-Operations are counted as by Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B) for the model FLOPs utilisation
-(MFU): matrix products only, two operations for each multiplication, without recomputation in the backward pass. Unlike
-there, attention is causal and within each sequence, and the output head is applied to targets only, as in this trainer.
+Operations are counted as by Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, appendix B) for the
+model FLOPs utilisation (MFU): matrix products only, two operations for each multiplication, without
+recomputation in the backward pass. Unlike there, attention is causal and within each sequence, and
+the output head is applied to targets only, as in this trainer.
 """
 
 from collections.abc import Sequence
@@ -24,17 +25,21 @@ from trainer.errors import UserError
 
 
 def has_vision(config: PretrainedConfig) -> bool:
-    """Returns True if the model of this configuration takes images."""
+    """Return True if the model of this configuration takes images."""
     return getattr(config, "vision_config", None) is not None
 
 
 def decoder(model: PreTrainedModel) -> Any:
-    """Returns the module that has the decoder layers: the trunk itself, or a multimodal model's language model."""
+    """Return the module that has the decoder layers: the trunk itself, or a multimodal model's
+    language model.
+    """
     return model.base_model.get_decoder() if has_vision(model.config) else model.base_model
 
 
 def vision_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Returns the modules that only images pass, by name: the encoder and its projection; {} for text models."""
+    """Return the modules that only images pass, by name: the encoder and its projection; {} for
+    text models.
+    """
     if not has_vision(model.config):
         return {}
     modules = {module for module in model.base_model.children() if module is not decoder(model)}
@@ -42,26 +47,31 @@ def vision_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def encoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Returns the layers of the vision encoder."""
+    """Return the layers of the vision encoder."""
     modules = (module for part in vision_modules(model).values() for module in part.modules())
     return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
 
 
 def image_token(model: PreTrainedModel, patches: float) -> float:
-    """Returns `ModelFlops.image_token` of a multimodal model that makes a token of so many patches of an image.
+    """Return `ModelFlops.image_token` of a multimodal model that makes a token of so many patches
+    of an image.
 
-    Activations are assumed to grow with layers and hidden size, here and in the decoder. Example: in Qwen2.5-VL's 7B
-    model four patches are one token, and 32 blocks of 1280 for them are 1.6 times 28 layers of 3584 for a token.
+    Activations are assumed to grow with layers and hidden size, here and in the decoder. Example:
+    in Qwen2.5-VL's 7B model four patches are one token, and 32 blocks of 1280 for them are 1.6
+    times 28 layers of 3584 for a token.
     """
     size = len(decoder(model).layers) * model.config.get_text_config().hidden_size
-    width = getattr(model.config.vision_config, "hidden_size", 0)  # 0: there is an embedding instead of an encoder
+    # 0: there is an embedding instead of an encoder
+    width = getattr(model.config.vision_config, "hidden_size", 0)
     return float(patches * len(encoder_layers(model)) * width / size)
 
 
 def hidden_matrices(model: PreTrainedModel) -> set[str]:
-    """Returns the names of the weights [rows, columns] of linear layers, and of adapters, below the model's heads.
+    """Return the names of the weights [rows, columns] of linear layers, and of adapters, below the
+    model's heads.
 
-    Embeddings, routers, heads, and experts in one tensor [experts, rows, columns] are not among them.
+    Embeddings, routers, heads, and experts in one tensor [experts, rows, columns] are not among
+    them.
     """
     layers = {module for module in model.base_model.modules() if isinstance(module, nn.Linear | Conv1D)}
     return {f"{name}.weight" for name, module in model.named_modules() if module in layers}
@@ -71,58 +81,88 @@ def hidden_matrices(model: PreTrainedModel) -> set[str]:
 class ModelFlops:
     """The sizes of a model's matrices, from which the operations of its passes follow."""
 
-    # elements of the matrices that each token is multiplied by, including only the experts that it is sent to
+    # elements of the matrices that each token is multiplied by, including only the experts that it
+    # is sent to
     trunk: int
     trunk_learned: int  # the elements among them that are trained
     head: int  # elements of the output head, which is applied to each target
     head_learned: int  # as `head`, or 0 if the head is frozen
     attention: int  # layers * heads * head size, where head size is the mean of a key's and a value's
-    vision: int = 0  # elements of the matrices that an image patch is multiplied by; its attention is not counted
+    # Elements of the matrices that an image patch is multiplied by; its attention is not counted
+    vision: int = 0
     vision_learned: int = 0  # the elements among them that are trained
-    # the encoder's activations for one token of an image, as a number of text tokens whose activations are as large
+    # the encoder's activations for one token of an image, as a number of text tokens whose
+    # activations are as large
     image_token: float = 0.0
 
     def forward(self, tokens: float, targets: float, pairs: float, patches: float = 0) -> float:
-        """Returns the operations of a forward pass over tokens, targets, pairs (see `attended`) and image patches."""
+        """Return the operations of a forward pass over tokens, targets, pair (see `attended`) and
+        image patches.
+        """
         vision = 2.0 * self.vision * patches
         return 2.0 * (self.trunk * tokens + self.head * targets) + 4.0 * self.attention * pairs + vision
 
     def backward(self, tokens: float, targets: float, pairs: float, patches: float = 0) -> float:
-        """Returns the operations of the backward pass: gradients of all inputs and of the trained matrices."""
-        learned = 2.0 * (self.trunk_learned * tokens + self.head_learned * targets + self.vision_learned * patches)
-        vision = 2.0 * self.vision * patches * bool(self.vision_learned)  # a frozen encoder needs no gradients
-        return learned + 2.0 * (self.trunk * tokens + self.head * targets) + 8.0 * self.attention * pairs + vision
+        """Return the operations of the backward pass: gradients of all inputs and of the trained
+        matrices.
+        """
+        learned = 2.0 * (
+            self.trunk_learned * tokens + self.head_learned * targets + self.vision_learned * patches
+        )
+        # A frozen encoder needs no gradients
+        vision = 2.0 * self.vision * patches * bool(self.vision_learned)
+        return (
+            learned
+            + 2.0 * (self.trunk * tokens + self.head * targets)
+            + 8.0 * self.attention * pairs
+            + vision
+        )
 
     def tokens_worth(self, length: int) -> int:
-        """Returns a sequence's operations in the trunk, attention included, in units of a token's without attention.
+        """Return a sequence's operations in the trunk, attention included, in units of a token's
+        without attention.
 
-        Example: in Qwen2.5's 7B model a sequence of 64k tokens is worth about 128k, and two of 32k together 96k.
+        Example: in Qwen2.5's 7B model a sequence of 64k tokens is worth about 128k, and two of 32k
+        together 96k.
         """
-        return length + self.attention * length * (length + 1) // self.trunk  # 4 * attention * pairs / (2 * trunk)
+        # 4 * attention * pairs / (2 * trunk)
+        return length + self.attention * length * (length + 1) // self.trunk
 
 
 def attended(lengths: Sequence[float]) -> float:
-    """Returns the number of query-key pairs of causal attention in sequences of these lengths; windows are ignored."""
+    """Return the number of query-key pairs of causal attention in sequences of these lengths;
+    windows are ignored.
+    """
     return sum(length * (length + 1) / 2 for length in lengths)
 
 
 def model_flops(model: PreTrainedModel) -> ModelFlops:
-    """Returns the sizes of a Transformers model, which may be on the meta device or under ZeRO, but not sharded yet."""
+    """Return the sizes of a Transformers model, which may be on the meta device or under ZeRO, but
+    not sharded yet.
+    """
     config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     ends = {id(embedding.weight)} | ({id(head.weight)} if head is not None else set())
-    of_images = [p for part in vision_modules(model).values() for p in part.parameters() if len(whole_shape(p)) > 1]
+    of_images = [
+        p
+        for part in vision_modules(model).values()
+        for p in part.parameters()
+        if len(whole_shape(p)) > 1
+    ]
     outside = ends | set(map(id, of_images))
     trunk = learned = 0
     for name, parameter in model.named_parameters():
         if id(parameter) not in outside and len(shape := whole_shape(parameter)) > 1:
-            experts = shape[0] if ".experts." in name and len(shape) > 2 else 0  # a token is sent to some of them
+            # A token is sent to some of them
+            experts = shape[0] if ".experts." in name and len(shape) > 2 else 0
             share = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
             used = int(shape.numel() * share)
             trunk, learned = trunk + used, learned + used * parameter.requires_grad
     size = 0 if head is None else whole_shape(head.weight).numel()
     # Some model families call these two differently in config.json.
-    sizes = config.to_dict() | {name: getattr(config, name) for name in ("hidden_size", "num_attention_heads")}
+    sizes = config.to_dict() | {
+        name: getattr(config, name) for name in ("hidden_size", "num_attention_heads")
+    }
     return ModelFlops(
         trunk=trunk,
         trunk_learned=learned,
@@ -142,10 +182,14 @@ class Work:
     tokens: int = field(default=0, init=False)  # tokens of training passes, prompts included
     flops: float = field(default=0.0, init=False)  # operations of training and of scoring passes
 
-    def count(self, tokens: int, targets: int, pairs: float, patches: int = 0, logical: int | None = None) -> None:
-        """Counts a forward pass, and a backward pass if gradients are on; arguments as of `ModelFlops.forward`.
+    def count(
+        self, tokens: int, targets: int, pairs: float, patches: int = 0, logical: int | None = None
+    ) -> None:
+        """Count a forward pass, and a backward pass if gradients are on; arguments as of
+        `ModelFlops.forward`.
 
-        `logical` is the number of the sequences' tokens, if some are computed once for several sequences.
+        `logical` is the number of the sequences' tokens, if some are computed once for several
+        sequences.
         """
         amount = (tokens, targets, pairs, patches)
         self.flops += self.of.forward(*amount)
@@ -155,17 +199,28 @@ class Work:
 
 
 def freeze(model: PreTrainedModel, patterns: list[str]) -> None:
-    """Freezes the parameters that policy.freeze names: `vision`, or patterns of names of modules or parameters.
+    """Freeze the parameters that policy.freeze names: `vision`, or patterns of names of modules or
+    parameters.
 
     Raises UserError if a pattern fits nothing, or if no parameter is left to train.
     """
-    of_images = {parameter for module in vision_modules(model).values() for parameter in module.parameters()}
+    of_images = {
+        parameter for module in vision_modules(model).values() for parameter in module.parameters()
+    }
     for pattern in patterns:
-        named = {p for name, p in model.named_parameters() if fnmatch(name, pattern) or fnmatch(name, f"{pattern}.*")}
+        named = {
+            p
+            for name, p in model.named_parameters()
+            if fnmatch(name, pattern) or fnmatch(name, f"{pattern}.*")
+        }
         frozen = of_images if pattern == "vision" else named
         if not frozen:
-            raise UserError(f"policy.freeze: {type(model).__name__} has nothing that {pattern} fits: leave it out")
+            raise UserError(
+                f"policy.freeze: {type(model).__name__} has nothing that {pattern} fits: leave it out"
+            )
         for parameter in frozen:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError(f"policy.freeze leaves {type(model).__name__} nothing to learn: name fewer parameters")
+        raise UserError(
+            f"policy.freeze leaves {type(model).__name__} nothing to learn: name fewer parameters"
+        )

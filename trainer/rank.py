@@ -1,4 +1,6 @@
-"""Entry point of a rank, which either trains, with its engine and the policy taking turns, or only generates."""
+"""Entry point of a rank, which either trains, with its engine and the policy taking turns, or only
+generates.
+"""
 
 import os
 from contextlib import ExitStack
@@ -15,13 +17,23 @@ from trainer.run.lock import RunLock
 
 
 def main(config: TrainConfig, lock: RunLock | None = None) -> None:
-    """Runs one rank: joins the other ranks, trains or generates, and leaves with them. A failed rank ends all ranks."""
+    """Run one rank: join the other ranks, train or generate, and leave with them. A failed rank
+    ends all ranks.
+    """
     number, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    forks = resolve_device(config) == "cpu" and leads_engine(config, number, ranks) and not placement(config).actors
+    forks = (
+        resolve_device(config) == "cpu"
+        and leads_engine(config, number, ranks)
+        and not placement(config).actors
+    )
     stop_forking = fork_engines() if forks else lambda: None
     with joined(config, lock) as watchdog, ExitStack() as resources:
         resources.callback(stop_forking)
         trains = rank(EVERYBODY) < training_ranks(config, world_size(EVERYBODY))
         with watchdog.phase("start-up", config.run.first_step_deadline_s):
-            run = RLTrainer(config, watchdog, resources).train if trains else generate(config, watchdog, resources)
+            run = (
+                RLTrainer(config, watchdog, resources).train
+                if trains
+                else generate(config, watchdog, resources)
+            )
         run()

@@ -1,4 +1,6 @@
-"""The start of every rank, whether it trains or only generates: inputs, rewards, the run's state, an engine."""
+"""The start of every rank, whether it trains or only generates: inputs, rewards, the run's state,
+an engine.
+"""
 
 import os
 from collections.abc import Callable
@@ -65,19 +67,26 @@ class Start:
 
     @property
     def carried(self) -> Path | None:
-        """The checkpoint with answers to continue from; None if it belongs to other data, whose prompts differ."""
+        """The checkpoint with answers to continue from; None if it belongs to other data, whose
+        prompts differ.
+        """
         return self.checkpoint if self.state.prompts else None
 
     @property
     def lengths(self) -> dict[int, int] | None:
-        """The prompts' last answer lengths, if the longest begin first (`Terms.lengths`); the state keeps them."""
+        """The prompts' last answer lengths, if the longest begin first (`Terms.lengths`); the state
+        keeps them.
+        """
         return self.state.lengths if self.config.rollout.order == "longest_first" else None
 
 
-def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: Callable[[], str]) -> Start:
-    """Loads this rank's inputs and starts its engine. Collective among all ranks of the run.
+def begin(
+    config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: Callable[[], str]
+) -> Start:
+    """Load this rank's inputs and start its engine. Collective among all ranks of the run.
 
-    Starts with what is cheap and likely to fail. Models are built without weights first. Raises UserError.
+    Starts with what is cheap and likely to fail. Models are built without weights first. Raises
+    UserError.
 
     Args:
         resources: closes everything when the run ends, however it ends.
@@ -100,7 +109,9 @@ def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: 
     rewards = RewardPool(config.reward)
     level.data = rewards.columns(level.data)
     prompts = load_prompts(level.data, tokenizer, level.image_rules)
-    screen.note(f"{len(prompts)} prompts from {config.data.path}, {prompts.dropped} too long and left out")
+    screen.note(
+        f"{len(prompts)} prompts from {config.data.path}, {prompts.dropped} too long and left out"
+    )
     for remark in prompts.remarks:
         screen.note(remark)
     identity = run_identity(config, prompts.fingerprint, tokenizer)
@@ -110,14 +121,18 @@ def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: 
         screen.note(line)
     held_outs = load_held_outs(config, level, tokenizer, ends.ids) if config.eval.every else []
     if is_main():
-        for line in prompt_lines(prompts, {held_out.name: held_out.prompts for held_out in held_outs}, tokenizer):
+        for line in prompt_lines(
+            prompts, {held_out.name: held_out.prompts for held_out in held_outs}, tokenizer
+        ):
             screen.note(line)
     datasets = {config.data.path: prompts}
     datasets |= {f"eval.datasets.{held_out.name}": held_out.prompts for held_out in held_outs}
     check_token_ids(datasets, tokenizer, config.model)
     with agreed("trying the rewards", among=EVERYBODY):
         if is_main():
-            for line in check_rewards(rewards, datasets, tokenizer, config.run.seed, config.reward.timeout_s):
+            for line in check_rewards(
+                rewards, datasets, tokenizer, config.run.seed, config.reward.timeout_s
+            ):
                 screen.note(line)
     sampling = SamplingSettings(**config.sampling.model_dump() | {"stop_token_ids": ends.ids})
     start = Start(
@@ -140,12 +155,17 @@ def begin(config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: 
 
 
 def settle_ends(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, data: DataConfig, state: RunState, *, resumes: bool
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    state: RunState,
+    *,
+    resumes: bool,
 ) -> EndTokens:
     """Return the tokens that end the run's answers, and keep them in `state`.
 
-    A run that resumes goes on with those of its checkpoint, unless the recipe names others. `data` is the recipe's
-    section with the tools' schemas.
+    A run that resumes goes on with those of its checkpoint, unless the recipe names others. `data`
+    is the recipe's section with the tools' schemas.
     """
     chosen = config.sampling.stop_token_ids
     ends = end_tokens(config.model.path, tokenizer, data, chosen)
@@ -156,11 +176,12 @@ def settle_ends(
 
 
 def start_engine(start: Start, resources: ExitStack) -> None:
-    """Start this rank's engine and its reward workers, if it leads one. Collective among all ranks of the run.
+    """Start this rank's engine and its reward workers, if it leads one. Collective among all ranks
+    of the run.
 
-    Call it before the policy is built: vLLM measures free memory while it starts, and asserts that none is freed
-    (https://github.com/vllm-project/vllm/issues/56830). The engine is asleep afterwards, as its KV cache and what the
-    trainer is about to build may not fit together.
+    Call it before the policy is built: vLLM measures free memory while it starts, and asserts that
+    none is freed (https://github.com/vllm-project/vllm/issues/56830). The engine is asleep
+    afterwards, as its KV cache and what the trainer is about to build may not fit together.
     """
     config = start.config
     count = engine_workers(config, world_size()) // config.engine.tensor_parallel_size
@@ -170,6 +191,8 @@ def start_engine(start: Start, resources: ExitStack) -> None:
     start.leader = start.restarts.first_start()
     resources.callback(stop_engine, start.leader)
     if start.leader is not None and not start.leader.engine.caches_prefixes:
-        start.screen.note("the engine caches no prefixes of prompts: vLLM keeps no states of recurrent layers on CPU")
+        start.screen.note(
+            "the engine caches no prefixes of prompts: vLLM keeps no states of recurrent layers on CPU"
+        )
     if start.leader is not None:
         resources.enter_context(start.rewards)

@@ -1,4 +1,6 @@
-"""Puts a process's surroundings in order before anything heavy is imported: left-over variables, proxies, a home."""
+"""Put a process's surroundings in order before anything heavy is imported: left-over variables,
+proxies, a home.
+"""
 
 import os
 import socket
@@ -12,46 +14,64 @@ from generation.loopback import off_proxies
 from trainer.errors import UserError
 
 _OF_A_RANK = (
-    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE",
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
     "ROLE_NAME",
-)  # fmt: skip
+)
 
 
 def put_in_order() -> str:
-    """Forget variables that another launcher has left, keep loopback off proxies, and give a user without a home one.
+    """Forget variables that another launcher has left, keep loopback off proxies, and give a user
+    without a home one.
 
-    Returns a sentence about variables of several ranks that were forgotten, or "". Raises UserError where this Python
-    was started in a way that torch, Transformers or vLLM do not bear.
+    Returns a sentence about variables of several ranks that were forgotten, or "". Raises UserError
+    where this Python was started in a way that torch, Transformers or vLLM do not bear.
     """
     if sys.flags.optimize > 1:
         raise UserError("PYTHONOPTIMIZE=2 (-OO) drops docstrings, which Transformers reads: unset it")
     if any(_makes_errors(*option.split(":")) for option in sys.warnoptions):
-        raise UserError("PYTHONWARNINGS=error (-W error) makes errors of torch's and vLLM's own warnings: unset it")
+        raise UserError(
+            "PYTHONWARNINGS=error (-W error) makes errors of torch's and vLLM's own warnings: unset it"
+        )
     os.environ.update(off_proxies(os.environ))
     if os.path.expanduser("~") == "~":  # no HOME, and no entry in /etc/passwd
         os.environ["HOME"] = _private_home()
-    os.environ.setdefault("USER", str(os.getuid()))  # where there is neither, getpass raises KeyError in torch
+    # Where there is neither, getpass raises KeyError in torch
+    os.environ.setdefault("USER", str(os.getuid()))
     return _forget_rank()
 
 
 def _makes_errors(action: str, message: str = "", category: str = "", module: str = "", *_: str) -> bool:
-    """Return True for an option of -W that raises warnings of every module; Python takes beginnings of an action."""
+    """Return True for an option of -W that raises warnings of every module; Python takes beginnings
+    of an action.
+    """
     return bool(action) and "error".startswith(action) and not module
 
 
 def _private_home() -> str:
-    """Make a folder for caches that only this user can enter, the same for all commands, and return its path."""
+    """Make a folder for caches that only this user can enter, the same for all commands, and return
+    its path.
+    """
     home = os.path.join(tempfile.gettempdir(), f"hotbunk-home-{os.getuid()}")
     with suppress(FileExistsError):
         os.mkdir(home, mode=0o700)
     entry = os.lstat(home)
     if not stat.S_ISDIR(entry.st_mode) or entry.st_uid != os.getuid() or entry.st_mode & 0o077:
-        raise UserError(f"HOME is not set, and {home} is not a private folder: set HOME to a folder of yours")
+        raise UserError(
+            f"HOME is not set, and {home} is not a private folder: set HOME to a folder of yours"
+        )
     return home
 
 
 def _forget_rank() -> str:
-    """Forget the variables of a rank unless torchrun has set them; WORLD_SIZE alone may be the user's."""
+    """Forget the variables of a rank unless torchrun has set them; WORLD_SIZE alone may be the
+    user's.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ or not any(name in os.environ for name in _OF_A_RANK):
         return ""
     rank = os.environ.get("RANK", "0")
@@ -65,7 +85,9 @@ def _forget_rank() -> str:
 
 
 def loopback_problem() -> str:
-    """Return the error of a connection within this machine, on 127.0.0.1, or "" where there is none."""
+    """Return the error of a connection within this machine, on 127.0.0.1, or "" where there is
+    none.
+    """
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
@@ -75,9 +97,14 @@ def loopback_problem() -> str:
 
 
 def require_loopback() -> None:
-    """Raise UserError unless processes of this machine reach each other on 127.0.0.1, as ranks and engines do."""
+    """Raise UserError unless processes of this machine reach each other on 127.0.0.1, as ranks and
+    engines do.
+    """
     if problem := loopback_problem():
-        raise UserError(f"127.0.0.1 cannot be reached ({problem}): bring the loopback interface up (ip link set lo up)")
+        raise UserError(
+            f"127.0.0.1 cannot be reached ({problem}): bring the loopback interface up (ip link set lo "
+            "up)"
+        )
 
 
 def follow_umask(folder: Path) -> None:

@@ -1,4 +1,6 @@
-"""Types that the trainer's packages share: samples, micro-batches, and the interface of a policy."""
+"""Types that the trainer's packages share: samples, micro-batches, and the interface of a
+policy.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RouteFormat:
-    """The format of a mixture's routes: [tokens, layers, top_k] expert numbers, which differ within a layer."""
+    """The format of a mixture's routes: [tokens, layers, top_k] expert numbers, which differ within
+    a layer.
+    """
 
     layers: tuple[int, ...]  # the numbers of the decoder layers that have experts, ascending
     experts: int  # number of experts of a layer
@@ -39,32 +43,44 @@ class RouteFormat:
 
 @dataclass
 class Sample:
-    """One sequence to train on, prompt and response together; its lists have one entry for each token."""
+    """One sequence to train on, prompt and response together; its lists have one entry for each
+    token.
+    """
 
     input_ids: list[int]  # prompt and response ids; at least one
-    # 1 where the policy sampled the token, 0 elsewhere, so 0 on the whole prompt; by position, not by id
+    # 1 where the policy sampled the token, 0 elsewhere, so 0 on the whole prompt; by position, not
+    # by id
     loss_mask: list[int]
-    engine_logprobs: list[float]  # nats, under the distribution the token was sampled from; 0.0 where loss_mask is 0
-    routes: Tensor | None = None  # in `RouteFormat`, for every token except the last, which predicts nothing
-    ages: list[int] = field(default_factory=list)  # policy updates since each token was sampled; empty: all 0
+    # nats, under the distribution the token was sampled from; 0.0 where loss_mask is 0
+    engine_logprobs: list[float]
+    # In `RouteFormat`, for every token except the last, which predicts nothing
+    routes: Tensor | None = None
+    # Policy updates since each token was sampled; empty: all 0
+    ages: list[int] = field(default_factory=list)
     images: "tuple[Image, ...]" = ()  # in the order of their placeholder tokens
-    image_spans: tuple[tuple[int, int], ...] = ()  # each image's first placeholder token, and their number
+    # Each image's first placeholder token, and their number
+    image_spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def trainable(self) -> int:
-        """The number of tokens to learn. The first token never counts, since no token predicts it."""
+        """The number of tokens to learn. The first token never counts, since no token predicts
+        it.
+        """
         return sum(self.loss_mask[1:])
 
     def __post_init__(self) -> None:
         if not len(self.input_ids) == len(self.loss_mask) == len(self.engine_logprobs) > 0:
             raise ValueError(
-                f"a sample needs equally many ids ({len(self.input_ids)}), mask entries ({len(self.loss_mask)}) and "
-                f"log-probabilities ({len(self.engine_logprobs)}), and at least one of each"
+                f"a sample needs equally many ids ({len(self.input_ids)}), mask entries "
+                f"({len(self.loss_mask)}) and log-probabilities ({len(self.engine_logprobs)}), and at "
+                "least one of each"
             )
 
 
 class PrefixNode(NamedTuple):
-    """A run of tokens in a trie of sequences: with those of its ancestors, a beginning that they have in common."""
+    """A run of tokens in a trie of sequences: with those of its ancestors, a beginning that they
+    have in common.
+    """
 
     row: int  # a sequence that has the tokens
     begin: int  # the position of the first of them in the sequence
@@ -74,14 +90,19 @@ class PrefixNode(NamedTuple):
 
 
 Trie = tuple[list[PrefixNode], list[int]]
-"""The nodes of a trie, parents before children, and the number of each sequence's last node; -1: it has none."""
+"""The nodes of a trie, parents before children, and the number of each sequence's last node; -1: it
+has none.
+"""
 
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """The paths of S nodes, each of which attends to the tokens of its ancestors and its own: L tokens in all."""
+    """The paths of S nodes, each of which attends to the tokens of its ancestors and its own: L
+    tokens in all.
+    """
 
-    ranges: list[list[tuple[int, int]]]  # for each path, from the root, the ranges of its tokens among those of a pack
+    # For each path, from the root, the ranges of its tokens among those of a pack
+    ranges: list[list[tuple[int, int]]]
     lengths: list[int]  # the number of tokens of each path
     starts: Tensor  # [S+1] int32, the index among the L tokens at which each path begins, and L
     trie: Trie  # the nodes, and the sequences' last ones
@@ -89,10 +110,10 @@ class PrefixTree:
 
     @classmethod
     def of(cls, trie: Trie, starts: list[int]) -> "PrefixTree":
-        """Returns the paths of a trie's nodes, which begin at these indices [S+1] in a pack.
+        """Return the paths of a trie's nodes, which begin at these indices [S+1] in a pack.
 
-        Example: a prompt of 4 tokens with answers of 2 and 3 has starts [0, 4, 6, 9] and the paths [(0, 4)], [(0, 6)],
-        and [(0, 4), (6, 9)], of 4, 6 and 7 tokens.
+        Example: a prompt of 4 tokens with answers of 2 and 3 has starts [0, 4, 6, 9] and the paths
+        [(0, 4)], [(0, 6)], and [(0, 4), (6, 9)], of 4, 6 and 7 tokens.
         """
         ranges: list[list[tuple[int, int]]] = []
         for node, (begin, end) in zip(trie[0], pairwise(starts), strict=True):
@@ -107,11 +128,14 @@ class PrefixTree:
 
 @dataclass(frozen=True)
 class Pack:
-    """S sequences laid end to end, N tokens in all; each lacks its last token, which predicts nothing.
+    """S sequences laid end to end, N tokens in all; each lacks its last token, which predicts
+    nothing.
 
-    With a `tree`, the S sequences are its nodes, so a beginning that several samples have in common is there once.
+    With a `tree`, the S sequences are its nodes, so a beginning that several samples have in common
+    is there once.
 
-    Ranks that share a micro-batch (`policy.sequence_parallel`) have consecutive parts of the N tokens; this rank has M.
+    Ranks that share a micro-batch (`policy.sequence_parallel`) have consecutive parts of the N
+    tokens; this rank has M.
     """
 
     tokens: Tensor  # [M] int64, the indices of this rank's tokens in `MicroBatch.input_ids`, flattened
@@ -123,22 +147,26 @@ class Pack:
     tree: PrefixTree | None = None  # None: the sequences are whole, and each attends to itself alone
 
     def local(self, values: Tensor) -> Tensor:
-        """Returns the rows [M, ...] of this rank's tokens from the rows [N, ...] of all tokens."""
+        """Return the rows [M, ...] of this rank's tokens from the rows [N, ...] of all tokens."""
         return values[self.begin : self.begin + len(self.tokens)]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The indices of a micro-batch's K targets, computed on the host so that a pass never waits for the device.
+    """The indices of a micro-batch's K targets, computed on the host so that a pass never waits for
+    the device.
 
-    Example: a loss mask [[0, 1, 0], [0, 1, 1]] has targets [1, 4, 5]. Without packing, `states` is equal to it. With
-    packing and lengths [3, 4], the sequences without their last tokens have 2 and 3 tokens, and states are [1, 3, 4].
+    Example: a loss mask [[0, 1, 0], [0, 1, 1]] has targets [1, 4, 5]. Without packing, `states` is
+    equal to it. With packing and lengths [3, 4], the sequences without their last tokens have 2 and
+    3 tokens, and states are [1, 3, 4].
     """
 
-    # [K] int64, ascending: the indices in [B, T-1], flattened, at which the loss mask is 1. If ranks share the
-    # micro-batch, each rank has the targets that its own tokens predict, so each target is on exactly one rank
+    # [K] int64, ascending: the indices in [B, T-1], flattened, at which the loss mask is 1. If
+    # ranks share the micro-batch, each rank has the targets that its own tokens predict, so each
+    # target is on exactly one rank
     targets: Tensor
-    states: Tensor  # [K] int64, the indices of the hidden states that predict them, in the model's input, flattened
+    # [K] int64, the indices of the hidden states that predict them, in the model's input, flattened
+    states: Tensor
     pack: Pack | None = None  # the model's input; None: `input_ids[:, :-1]`
 
     @classmethod
@@ -151,12 +179,13 @@ class Layout:
         place: int = 0,
         trie: Trie | None = None,
     ) -> "Layout":
-        """Returns the layout for a mask [B, T-1] on the host; with packing, for rank `place` of the `ways` that share.
+        """Return the layout for a mask [B, T-1] on the host; with packing, for rank `place` of the
+        `ways` that share.
 
         With a `trie`, common beginnings are computed once.
 
-        Example: with 2 ranks, the first has 2 of the 5 tokens above and target 1; the second has 3 tokens, targets
-        [4, 5] and states [1, 2].
+        Example: with 2 ranks, the first has 2 of the 5 tokens above and target 1; the second has 3
+        tokens, targets [4, 5] and states [1, 2].
         """
         width = loss_mask.shape[1]
         targets = loss_mask.flatten().nonzero().squeeze(1)
@@ -168,10 +197,16 @@ class Layout:
         starts = torch.tensor([0, *sizes]).cumsum(0)
         rows, columns = targets // width, targets % width
         positions = torch.cat([torch.arange(node.begin, node.end) for node in nodes])
-        tokens = positions + torch.tensor([n.row for n in nodes]).repeat_interleave(torch.tensor(sizes)) * (width + 1)
-        states = starts[rows] + columns if trie is None else pack_indices(trie, starts, width)[rows, columns]
+        tokens = positions + torch.tensor([n.row for n in nodes]).repeat_interleave(
+            torch.tensor(sizes)
+        ) * (width + 1)
+        states = (
+            starts[rows] + columns if trie is None else pack_indices(trie, starts, width)[rows, columns]
+        )
         missing = ways - len(tokens)
-        if missing > 0:  # Transformers' modules need a token on each rank: add a sequence whose outputs are not used
+        if missing > 0:
+            # Transformers' modules need a token on each rank: add a sequence whose outputs are not
+            # used
             nodes, sizes = [*nodes, PrefixNode(0, 0, missing, -1, 0)], [*sizes, missing]
             starts = torch.cat([starts, starts[-1:] + missing])
             tokens = torch.cat([tokens, tokens.new_zeros(missing)])
@@ -185,7 +220,7 @@ class Layout:
 
 
 def pack_indices(trie: Trie, starts: Tensor, width: int) -> Tensor:
-    """Returns the index in a pack of each sequence's tokens, [B, width] int64, 0 behind them."""
+    """Return the index in a pack of each sequence's tokens, [B, width] int64, 0 behind them."""
     nodes, last = trie
     indices = torch.zeros(len(last), width, dtype=torch.int64)
     for line, number in zip(indices, last, strict=True):
@@ -208,11 +243,12 @@ class ImagePlace:
 
 @dataclass
 class MicroBatch:
-    """B right-padded sequences of T positions; tensors about targets have T - 1 columns, as `input_ids[:, 1:]`.
+    """B right-padded sequences of T positions; tensors about targets have T - 1 columns, as
+    `input_ids[:, 1:]`.
 
-    There is no attention mask: with padding on the right and causal attention no real token attends to padding, and the
-    loss ignores padding positions. Where the loss mask is 0, tensors may hold any value, including inf and NaN: select
-    by the mask, do not multiply with it.
+    There is no attention mask: with padding on the right and causal attention no real token attends
+    to padding, and the loss ignores padding positions. Where the loss mask is 0, tensors may hold
+    any value, including inf and NaN: select by the mask, do not multiply with it.
     """
 
     input_ids: Tensor  # [B, T] int64, T >= 2
@@ -223,12 +259,15 @@ class MicroBatch:
     layout: Layout  # the targets' indices, and the packed input of the model, if any
     # each sequence's index in the list of samples; empty in a micro-batch that has no weight
     rows: list[int] = field(default_factory=list)
-    old_logprobs: Tensor | None = None  # [B, T-1] float32, by the policy at the step's start; None until computed
+    # [B, T-1] float32, by the policy at the step's start; None until computed
+    old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None  # [B, T-1] float32, by the reference policy; None until computed
     high_entropy: Tensor | None = None  # [B, T-1] bool, the tokens in the policy loss; None: all
-    old_values: Tensor | None = None  # [B, T-1] float32, by the critic at the step's start; None until computed
+    # [B, T-1] float32, by the critic at the step's start; None until computed
+    old_values: Tensor | None = None
     returns: Tensor | None = None  # [B, T-1] float32, the critic's targets
-    # in `RouteFormat`, for the tokens of the model's input, on the host; None: the mixture's routers decide
+    # in `RouteFormat`, for the tokens of the model's input, on the host; None: the mixture's
+    # routers decide
     routes: Tensor | None = None
     ages: Tensor | None = None  # [B, T-1] uint8, updates since the token was sampled; None: all 0
     images: list[ImagePlace] = field(default_factory=list)  # in the order of their placeholder tokens
@@ -240,47 +279,57 @@ class MicroBatch:
 
     @property
     def counts(self) -> bool:
-        """True on the one rank that counts this batch's loss and metrics: the first of the ranks that share it."""
+        """True on the one rank that counts this batch's loss and metrics: the first of the ranks
+        that share it.
+        """
         return self.layout.pack is None or self.layout.pack.begin == 0
 
     def trained(self, values: Tensor) -> Tensor:
-        """Returns the values [K] of this rank's targets from `values` [B, T-1]."""
+        """Return the values [K] of this rank's targets from `values` [B, T-1]."""
         return values.flatten().index_select(0, self.layout.targets)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Returns a tensor [B, T-1] with the values [K] at this rank's targets and 0 elsewhere."""
+        """Return a tensor [B, T-1] with the values [K] at this rank's targets and 0 elsewhere."""
         zeros = values.new_zeros(self.loss_mask.numel())
         return zeros.index_copy(0, self.layout.targets, values).view_as(self.loss_mask)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
-        """Returns a copy with all tensors on a device except `routes`, which stay on the host between passes."""
+        """Return a copy with all tensors on a device except `routes`, which stay on the host
+        between passes.
+        """
         moved = cast(MicroBatch, _moved(self, device))
         return replace(moved, routes=self.routes)
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:
-    """Copies a tensor, or a dataclass with the tensors and dataclasses in it, to a device."""
+    """Copy a tensor, or a dataclass with the tensors and dataclasses in it, to a device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if not isinstance(value, Layout | Pack | PrefixTree | MicroBatch):
         return value
-    return replace(value, **{item.name: _moved(getattr(value, item.name), device) for item in fields(value)})
+    return replace(
+        value, **{item.name: _moved(getattr(value, item.name), device) for item in fields(value)}
+    )
 
 
 @dataclass
 class Outputs:
-    """A model's outputs for a micro-batch's targets: tensors [B, T-1] float32, 0 where the loss mask is 0."""
+    """A model's outputs for a micro-batch's targets: tensors [B, T-1] float32, 0 where the loss
+    mask is 0.
+    """
 
     logprobs: Tensor  # log-probabilities of the targets at the sampling temperature, nats
     entropy: Tensor  # entropy of the distribution that each target was sampled from, nats
-    # expected return of the state in which the target was sampled; None without a value head on this trunk
+    # expected return of the state in which the target was sampled; None without a value head on
+    # this trunk
     values: Tensor | None = None
     routes: Tensor | None = None  # as `MicroBatch.routes`; None unless they are recorded
 
 
 LossFn = Callable[[MicroBatch, Outputs], tuple[Tensor, dict[str, Tensor]]]
-"""A loss function: (batch, outputs) -> the batch's summed loss, already divided by the count of the entire step, and
-metrics, which the caller sums over micro-batches and ranks."""
+"""A loss function: (batch, outputs) -> the batch's summed loss, already divided by the count of the
+entire step, and metrics, which the caller sums over micro-batches and ranks.
+"""
 
 
 @dataclass
@@ -299,13 +348,15 @@ class Routers(Protocol):
     """The routers of a mixture of experts."""
 
     format: RouteFormat
-    pull: Tensor | None  # [layers, experts] float32, the weights of a token's probabilities in the balance loss
+    # [layers, experts] float32, the weights of a token's probabilities in the balance loss
+    pull: Tensor | None
 
     def take_counts(self) -> tuple[Tensor, int, float]:
-        """Returns and resets the counts of the passes since the last call.
+        """Return and reset the counts of the passes since the last call.
 
-        Returns the number of tokens of each expert ([layers, experts] int64, on the host); the number of tokens, summed
-        over layers, that the router itself would have sent to other experts; and the balance loss.
+        Returns the number of tokens of each expert ([layers, experts] int64, on the host); the
+        number of tokens, summed over layers, that the router itself would have sent to other
+        experts; and the balance loss.
         """
 
 
@@ -314,77 +365,103 @@ class Scorer(Protocol):
 
     @property
     def work(self) -> Work:
-        """The counter of the model's work on this rank; scorers that share a model share the object."""
+        """The counter of the model's work on this rank; scorers that share a model share the
+        object.
+        """
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
-        """Returns the outputs for each batch, without gradients. Collective."""
+        """Return the outputs for each batch, without gradients. Collective."""
 
 
 class Policy(Scorer, Protocol):
     """A language model, sharded over the ranks, that scores tokens and learns from them.
 
-    Every method is collective unless it says otherwise: all ranks call it, with equally many micro-batches.
+    Every method is collective unless it says otherwise: all ranks call it, with equally many
+    micro-batches.
     """
 
     device: torch.device
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
-    routing: Routers | None = None  # None for a dense model, and for a mixture of an unsupported architecture
+    # None for a dense model, and for a mixture of an unsupported architecture
+    routing: Routers | None = None
 
     @property
     def version(self) -> int:
         """The number of updates applied; skipped updates do not count."""
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the sharded parameters under their names in the Transformers model, tied parameters once."""
+        """Yield the sharded parameters under their names in the Transformers model, tied parameters
+        once.
+        """
 
     def shard_tensors(self) -> Iterator[Tensor]:
-        """Yields the tensors backed by this rank's shards, whose storage can be swapped."""
+        """Yield the tensors backed by this rank's shards, whose storage can be swapped."""
 
     def score_tokens(self, token_ids: list[int]) -> list[float]:
-        """Returns the log-probability (nats, temperature 1) of each of `token_ids[1:]`, as the sync's probe."""
-        ids, ones, lengths = torch.tensor([token_ids]), torch.ones(1, len(token_ids) - 1), [len(token_ids)]
+        """Return the log-probability (nats, temperature 1) of each of `token_ids[1:]`, as the
+        sync's probe.
+        """
+        ids, ones, lengths = (
+            torch.tensor([token_ids]),
+            torch.ones(1, len(token_ids) - 1),
+            [len(token_ids)],
+        )
         zeros, layout = torch.zeros_like(ones), Layout.of(ones, lengths)
-        batch = MicroBatch(ids, ones, engine_logprobs=zeros, advantages=zeros, lengths=lengths, layout=layout)
+        batch = MicroBatch(
+            ids, ones, engine_logprobs=zeros, advantages=zeros, lengths=lengths, layout=layout
+        )
         return self.score([batch.to(self.device)], temperature=1.0)[0].logprobs[0].tolist()
 
     def update(
         self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
     ) -> UpdateStats:
-        """Takes one optimizer step on the sum of all losses over micro-batches and ranks.
+        """Take one optimizer step on the sum of all losses over micro-batches and ranks.
 
-        All ranks skip the step if the loss or the gradient is not finite. `place` is the run's progress, which
-        determines the learning rate: see `optimizer.learning_rate_factor`. None: the progress is the number of updates
-        applied. Raises TrainingDiverged on all ranks when the last `policy.max_skipped_steps` updates were skipped.
+        All ranks skip the step if the loss or the gradient is not finite. `place` is the run's
+        progress, which determines the learning rate: see `optimizer.learning_rate_factor`. None:
+        the progress is the number of updates applied. Raises TrainingDiverged on all ranks when the
+        last `policy.max_skipped_steps` updates were skipped.
         """
 
     def release(self, weights: bool) -> int:
-        """Offloads what policy.offload names: the optimizer's state, and the weights if `weights`. Returns the bytes.
+        """Offload what policy.offload names: the optimizer's state, and the weights if `weights`.
+        Return the bytes.
 
-        Not collective. Until `restore`, only methods that need nothing but the remaining weights may be called.
+        Not collective. Until `restore`, only methods that need nothing but the remaining weights
+        may be called.
         """
 
     def restore(self) -> None:
-        """Brings everything that `release` has offloaded back."""
+        """Bring everything that `release` has offloaded back."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns model, optimizer and counters as sharded tensors, in the form of torch.distributed.checkpoint."""
+        """Return model, optimizer and counters as sharded tensors, in the form of
+        torch.distributed.checkpoint.
+        """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a state that `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes the model in Hugging Face format."""
+        """Write the model in Hugging Face format."""
 
 
 @torch.no_grad()
 def culprits(policy: Policy) -> str:
-    """Returns a clause that names the first parameter, in the model's order, with a NaN or infinity. Collective."""
+    """Return a clause that names the first parameter, in the model's order, with a NaN or infinity.
+    Collective.
+    """
     parameters = dict(policy.named_parameters())
-    names = [name for name, parameter in parameters.items() if not torch.isfinite(local_part(parameter)).all()]
+    names = [
+        name for name, parameter in parameters.items() if not torch.isfinite(local_part(parameter)).all()
+    ]
     bad = set().union(*exchange(names))
     if not bad:
-        return "all parameters of the policy are finite: look at the engine's dtype, kernels and logits processors"
+        return (
+            "all parameters of the policy are finite: look at the engine's dtype, kernels and logits "
+            "processors"
+        )
     first = next(name for name in parameters if name in bad)
     count = f" (the first of {len(bad)})" if len(bad) > 1 else ""
     return f"the policy's parameter {first}{count} holds values that are not finite"

@@ -1,1 +1,3 @@
-"""Adapters that give the engine the generation interfaces of other projects. No other package imports them."""
+"""Adapters that give the engine the generation interfaces of other projects. No other package
+imports them.
+"""

@@ -1,8 +1,10 @@
-"""Chooses an engine for each request: by prompt prefix, by requests in flight, by KV-cache use, or in turn.
+"""Choose an engine for each request: by prompt prefix, by requests in flight, by KV-cache use, or
+in turn.
 
-The engines of a service are not asked for their load. The process that submits a request counts it (`EngineLoad`), so a
-choice takes microseconds and knows the latest request. Polled counts would lag, and send a burst of requests to one
-engine. Only Ray actors in a plain list are polled, since no `EngineLoad` counts their requests.
+The engines of a service are not asked for their load. The process that submits a request counts it
+(`EngineLoad`), so a choice takes microseconds and knows the latest request. Polled counts would
+lag, and send a burst of requests to one engine. Only Ray actors in a plain list are polled, since
+no `EngineLoad` counts their requests.
 """
 
 import hashlib
@@ -16,7 +18,9 @@ log = logging.getLogger(__name__)
 
 
 class EngineLoad:
-    """The load of one engine, as the process that submits its requests counts it. Safe from any thread."""
+    """The load of one engine, as the process that submits its requests counts it. Safe from any
+    thread.
+    """
 
     def __init__(self) -> None:
         self.cache_usage: float | None = None
@@ -34,21 +38,25 @@ class EngineLoad:
             self._unfinished -= 1
 
     def get_num_unfinished_requests(self) -> int:
-        """Returns the number of requests that were submitted and have not ended."""
+        """Return the number of requests that were submitted and have not ended."""
         return self._unfinished
 
     def get_cache_usage(self) -> float | None:
-        """Returns the last reported share of the KV cache in use, 0 to 1; None before the first report."""
+        """Return the last reported share of the KV cache in use, 0 to 1; None before the first
+        report.
+        """
         return self.cache_usage
 
 
 class LoadBalancer:
     """Chooses an engine for each request. Strategies are tried in order until one succeeds.
 
-    - "prefix-aware": requests whose prompts begin alike go to the same engine, which has that prefix in its cache. If
-      that engine is overloaded, "requests" decides. The choice is the same in every process and after a restart.
+    - "prefix-aware": requests whose prompts begin alike go to the same engine, which has that
+      prefix in its cache. If that engine is overloaded, "requests" decides. The choice is the same
+      in every process and after a restart.
     - "requests": the engine with the fewest unfinished requests.
-    - "kv-cache": the engine with the least KV cache in use; among equal ones, that with the fewest unfinished requests.
+    - "kv-cache": the engine with the least KV cache in use; among equal ones, that with the fewest
+      unfinished requests.
     - "round-robin": the engines in turn.
 
     Ties are broken by a seeded random generator. May be called from several threads.
@@ -66,15 +74,15 @@ class LoadBalancer:
     ) -> None:
         """Balance over `actors`, which may gain and lose members while the balancer is in use.
 
-        Args:
-            actors: an `AsyncVLLM`, or a list of objects with the two methods of `EngineLoad` that read the load, or of
-                handles of Ray actors with these methods, which are asked at each choice.
-            strategy: one strategy or several in order; by default "prefix-aware", then "requests".
-            prefix_length: the number of first tokens, or words of a text, that decide where a prompt goes.
-            overload_threshold: an engine is overloaded if its requests are more than this many times the engines' mean.
-            overload_floor: an engine with fewer requests than this is never overloaded. Without a floor, the first
-                request would overload its engine, and prefixes would miss their cache at low load.
-            seed: the seed of the generator that breaks ties.
+        Args: actors: an `AsyncVLLM`, or a list of objects with the two methods of `EngineLoad` that
+            read the load, or of handles of Ray actors with these methods, which are asked at each
+            choice. strategy: one strategy or several in order; by default "prefix-aware", then
+            "requests". prefix_length: the number of first tokens, or words of a text, that decide
+            where a prompt goes. overload_threshold: an engine is overloaded if its requests are
+            more than this many times the engines' mean. overload_floor: an engine with fewer
+            requests than this is never overloaded. Without a floor, the first request would
+            overload its engine, and prefixes would miss their cache at low load. seed: the seed of
+            the generator that breaks ties.
         """
         self.actors: list[Any] = getattr(actors, "actors", actors)
         if not isinstance(self.actors, list):
@@ -91,12 +99,17 @@ class LoadBalancer:
         }
         names = list(self._choose)
         if unknown := [name for name in self.strategies if name not in names]:
-            raise ValueError(f"Invalid strategy '{unknown[0]}'. Must be one of {{{', '.join(map(repr, names))}}}")
+            raise ValueError(
+                f"Invalid strategy '{unknown[0]}'. Must be one of {{{', '.join(map(repr, names))}}}"
+            )
         if not self.strategies:
             raise ValueError("At least one strategy must be provided")
         self.strategy = self.strategies[0]
         if prefix_length < 1 or overload_threshold <= 0 or overload_floor < 0:
-            needed = "prefix_length must be at least 1, overload_threshold above 0, overload_floor not negative"
+            needed = (
+                "prefix_length must be at least 1, overload_threshold above 0, overload_floor not "
+                "negative"
+            )
             raise ValueError(f"{needed}: not {prefix_length}, {overload_threshold} and {overload_floor}")
         self.prefix_length = prefix_length
         self.overload_threshold = overload_threshold
@@ -106,11 +119,13 @@ class LoadBalancer:
         self._turn_lock = threading.Lock()
 
     def select_actor(self, prompt: Any = None, request_context: Mapping[str, Any] | None = None) -> int:
-        """Returns the index of the engine that the next request should go to. Raises ValueError if there is none.
+        """Return the index of the engine that the next request should go to. Raises ValueError if
+        there is none.
 
-        Only "prefix-aware" uses `prompt`: a text, token ids, or a prompt dictionary of vLLM's with either. The
-        `session_id` of a `request_context` is used instead of the prompt, which keeps the requests of a session on one
-        engine, since they share most of their cache. Other entries are ignored.
+        Only "prefix-aware" uses `prompt`: a text, token ids, or a prompt dictionary of vLLM's with
+        either. The `session_id` of a `request_context` is used instead of the prompt, which keeps
+        the requests of a session on one engine, since they share most of their cache. Other entries
+        are ignored.
         """
         if not self.actors:
             raise ValueError("No actors available for selection")
@@ -121,13 +136,18 @@ class LoadBalancer:
                 continue
             try:
                 return self._choose[strategy](prompt)
-            except Exception as error:  # the next strategy may work where an engine's load cannot be read
-                log.warning("Strategy '%s' failed with error: %s. Trying next strategy...", strategy, error)
+            except Exception as error:
+                # the next strategy may work where an engine's load cannot be read
+                log.warning(
+                    "Strategy '%s' failed with error: %s. Trying next strategy...", strategy, error
+                )
         log.warning("All strategies %s failed. Falling back to random selection.", self.strategies)
         return self._random.randrange(len(self.actors))
 
     def get_stats(self) -> dict[str, Any]:
-        """Returns settings, and each engine's load in `actor_stats`: empty, with an `error`, if it cannot be read."""
+        """Return settings, and each engine's load in `actor_stats`: empty, with an `error`, if it
+        cannot be read.
+        """
         stats: dict[str, Any] = {
             "strategies": self.strategies,
             "primary_strategy": self.strategy,
@@ -140,7 +160,9 @@ class LoadBalancer:
         try:
             stats["actor_stats"] = [
                 {"actor_index": index, "pending_requests": pending, "cache_usage": usage}
-                for index, (pending, usage) in enumerate(zip(self._counts(), self._ask("get_cache_usage"), strict=True))
+                for index, (pending, usage) in enumerate(
+                    zip(self._counts(), self._ask("get_cache_usage"), strict=True)
+                )
             ]
         except Exception as error:  # the caller gets the error among the statistics
             log.warning("Error gathering load balancer stats: %s", error)
@@ -190,15 +212,19 @@ class LoadBalancer:
             log.warning("Could not check actor load: %s", error)
             return preferred
         count = counts[preferred]
-        overloaded = count >= self.overload_floor and count * len(counts) > sum(counts) * self.overload_threshold
+        overloaded = (
+            count >= self.overload_floor and count * len(counts) > sum(counts) * self.overload_threshold
+        )
         return self._fewest_requests(counts) if overloaded else preferred
 
 
 def routing_key(prompt: Any, prefix_length: int) -> bytes:
-    """Returns the part of a prompt that decides where it goes: its first token ids, or a text's first words.
+    """Return the part of a prompt that decides where it goes: its first token ids, or a text's
+    first words.
 
-    `prompt` may be a text, token ids, or a dictionary (vLLM's `TokensPrompt`, `TextPrompt`) or object with either, of
-    which ids come first. Raises ValueError for an empty prompt, or one of another type.
+    `prompt` may be a text, token ids, or a dictionary (vLLM's `TokensPrompt`, `TextPrompt`) or
+    object with either, of which ids come first. Raises ValueError for an empty prompt, or one of
+    another type.
     """
     if isinstance(prompt, str):
         if words := prompt.split(None, prefix_length)[:prefix_length]:

@@ -1,4 +1,6 @@
-"""vLLM's worker on a CPU, whose import decides which kernels the models of this process are built with."""
+"""vLLM's worker on a CPU, whose import decides which kernels the models of this process are built
+with.
+"""
 
 import os
 from typing import Any
@@ -19,7 +21,8 @@ _rotate_by_kernel = RotaryEmbedding.forward_cpu
 
 
 def rotate(layer: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
-    """Turn queries and keys by their positions, with vLLM's kernel where they are [tokens, heads * size].
+    """Turn queries and keys by their positions, with vLLM's kernel where they are [tokens, heads *
+    size].
 
     Of [tokens, heads, size], as LFM2 has them, the kernel turns other elements than it should.
     """
@@ -42,8 +45,8 @@ def scan(
 ) -> Any:
     """Scan prompts with vLLM's kernel. The states do not depend on a prompt's place in the batch.
 
-    With the time steps as they come, they would: torch computes softplus of a tensor's last few elements, fewer than a
-    vector register holds, by another function than that of the others.
+    With the time steps as they come, they would: torch computes softplus of a tensor's last few
+    elements, fewer than a vector register holds, by another function than that of the others.
     """
     steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     if dt_softplus:

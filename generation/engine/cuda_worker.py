@@ -1,4 +1,6 @@
-"""vLLM's worker on CUDA, which says what keeps it from starting or waking. Importing it takes seconds."""
+"""vLLM's worker on CUDA, which says what keeps it from starting or waking. Importing it takes
+seconds.
+"""
 
 from vllm.v1.worker import gpu_worker
 
@@ -15,8 +17,9 @@ class CudaWorker(gpu_worker.Worker):
     def sleep(self, level: int = 1) -> None:
         """Give memory back, also where another process takes more of the device meanwhile.
 
-        vLLM asserts, when all is done, that the device has more free memory than before (`Worker.sleep` in
-        vllm/v1/worker/gpu_worker.py). A neighbour that starts at that moment would end the engine.
+        vLLM asserts, when all is done, that the device has more free memory than before
+        (`Worker.sleep` in vllm/v1/worker/gpu_worker.py). A neighbour that starts at that moment
+        would end the engine.
         """
         try:
             super().sleep(level)

@@ -1,9 +1,10 @@
-"""Makes requests to vLLM that carry images, at places among the ids that the caller names.
+"""Make requests to vLLM that carry images, at places among the ids that the caller names.
 
-vLLM would look for placeholders among a prompt's ids, and would mistake an image token that the policy has sampled for
-one (https://github.com/modelscope/ms-swift/issues/9287). Therefore its processor is given each image alone. It returns
-the features that the model computes with, and the number of tokens, which must be the caller's
-(https://github.com/huggingface/trl/issues/6401). The private parts of vLLM that are used here are those of 0.32.
+vLLM would look for placeholders among a prompt's ids, and would mistake an image token that the
+policy has sampled for one (https://github.com/modelscope/ms-swift/issues/9287). Therefore its
+processor is given each image alone. It returns the features that the model computes with, and the
+number of tokens, which must be the caller's (https://github.com/huggingface/trl/issues/6401). The
+private parts of vLLM that are used here are those of 0.32.
 """
 
 import asyncio
@@ -16,20 +17,23 @@ if TYPE_CHECKING:
     from vllm.renderers.base import BaseRenderer
 
 KEPT_BYTES = 1 << 28
-"""Bytes of processed images that an engine's process caches; the least recently used are dropped first."""
+"""Bytes of processed images that an engine's process caches; the least recently used are dropped
+first.
+"""
 
 
 class ImageCountError(ValueError):
-    """Raised where engine and trainer disagree on an image's tokens: they would compute with different prompts."""
+    """Raised where engine and trainer disagree on an image's tokens: they would compute with
+    different prompts.
+    """
 
 
 class _Processed(NamedTuple):
     """An image as the engine's processor returns it.
 
-    Attributes:
-        item: what the model computes its features from.
-        tokens: the ids of its tokens, such as marks of its begin, of ends of lines, and one for each feature.
-        embedded: whether a feature replaces the token's embedding.
+    Attributes: item: what the model computes its features from. tokens: the ids of its tokens, such
+        as marks of its begin, of ends of lines, and one for each feature. embedded: whether a
+        feature replaces the token's embedding.
     """
 
     item: Any
@@ -38,7 +42,9 @@ class _Processed(NamedTuple):
 
 
 class EngineImages:
-    """Makes vLLM's inputs from ids and images. Coroutines run on the engine's loop, the processor on a thread."""
+    """Makes vLLM's inputs from ids and images. Coroutines run on the engine's loop, the processor
+    on a thread.
+    """
 
     def __init__(self, renderer: "BaseRenderer") -> None:
         self._renderer = renderer
@@ -46,7 +52,9 @@ class EngineImages:
         self._processed: OrderedDict[str, _Processed] = OrderedDict()
 
     async def prompt(self, inputs: PromptInput) -> dict[str, Any]:
-        """Returns a prompt with images as `AsyncLLM.generate` takes it. Raises ImageCountError with the counts."""
+        """Return a prompt with images as `AsyncLLM.generate` takes it. Raises ImageCountError with
+        the counts.
+        """
         import torch
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
@@ -59,13 +67,21 @@ class EngineImages:
             item, tokens, embedded = await self._processed_image(image)
             if (first := _found(ids[start : start + length], tokens, embedded)) is None:
                 name, (width, height) = image.name or f"image {number}", image.size
-                counts = f"takes {sum(embedded)} tokens in the engine, but {length} in the trainer, or different ones"
+                counts = (
+                    f"takes {sum(embedded)} tokens in the engine, but {length} in the trainer, or "
+                    "different ones"
+                )
                 remedy = "both must have the same processor (preprocessor_config.json)"
                 raise ImageCountError(f"{name} ({width} x {height} pixels) {counts}: {remedy}")
             items.append(item)
             taken = embedded[first : first + length]
-            places.append(PlaceholderRange(start, length, is_embed=None if all(taken) else torch.tensor(taken)))
-        kwargs, hashes = MultiModalKwargsItems({"image": items}), {"image": [image.digest for image in images]}
+            places.append(
+                PlaceholderRange(start, length, is_embed=None if all(taken) else torch.tensor(taken))
+            )
+        kwargs, hashes = (
+            MultiModalKwargsItems({"image": items}),
+            {"image": [image.digest for image in images]},
+        )
         return dict(mm_input(ids, mm_kwargs=kwargs, mm_hashes=hashes, mm_placeholders={"image": places}))
 
     async def _processed_image(self, image: Image) -> _Processed:
@@ -92,7 +108,9 @@ class EngineImages:
 
 
 def _found(ids: list[int], tokens: list[int], embedded: list[bool]) -> int | None:
-    """Returns where among an image's tokens the trainer's `ids` for it begin; None unless they have all features."""
+    """Return where among an image's tokens the trainer's `ids` for it begin; None unless they have
+    all features.
+    """
     for first in range(len(tokens) - len(ids) + 1):
         part = slice(first, first + len(ids))
         if tokens[part] == ids and sum(embedded[part]) == sum(embedded):

@@ -1,10 +1,13 @@
-"""An engine of several replicas in Ray actors, wherever a cluster has room for them (`engine.placement: ray`).
+"""An engine of several replicas in Ray actors, wherever a cluster has room for them
+(`engine.placement: ray`).
 
-Replicas are not ranks of the run, which could then neither lose nor gain one. Instead, one rank holds all replicas
-behind the methods of a single `Engine`, so that rollouts, slices, tools and servers do not know of them. A request goes
-to the replica that has the fewest requests; if that replica dies, the request goes to another one, with the same seed.
-A replica that has died is replaced. One that has started gets weights with the next update (`sharding.remote.orders`),
-and requests from then on. Ray carries calls and answers; it is imported when the first replica is made, not before.
+Replicas are not ranks of the run, which could then neither lose nor gain one. Instead, one rank
+holds all replicas behind the methods of a single `Engine`, so that rollouts, slices, tools and
+servers do not know of them. A request goes to the replica that has the fewest requests; if that
+replica dies, the request goes to another one, with the same seed. A replica that has died is
+replaced. One that has started gets weights with the next update (`sharding.remote.orders`), and
+requests from then on. Ray carries calls and answers; it is imported when the first replica is made,
+not before.
 """
 
 import asyncio
@@ -42,11 +45,12 @@ _HOUR = 3600.0
 _STOP_SECONDS = 20.0  # time within which an actor that answers has stopped its engine
 _LOCAL_ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # by default Ray's processes have a lower priority than all others
-    # By default Ray replaces 127.0.0.1 by the machine's network address, and listens there and on all addresses
-    # (ray/_private/services.py, get_node_ip_address).
+    # By default Ray replaces 127.0.0.1 by the machine's network address, and listens there and on
+    # all addresses (ray/_private/services.py, get_node_ip_address).
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
-_LONGEST_FOLDER = 45  # characters: Ray's sockets add up to 60 to it, and Linux allows 107 in a socket's path
+# characters: Ray's sockets add up to 60 to it, and Linux allows 107 in a socket's path
+_LONGEST_FOLDER = 45
 
 
 class ReplicaDied(RuntimeError):
@@ -64,13 +68,17 @@ class ActorEngine(Engine):
 class Actor:
     """The caller's end of an engine in a Ray actor. `handle` is Ray's handle of the actor.
 
-    The engine's workers are children of the actor's process. Their devices are one bundle, and so on one node, where
-    Ray names them in CUDA_VISIBLE_DEVICES. Requests are queued by the engine, not by Ray. Ray is imported by the
-    methods here, and not before.
+    The engine's workers are children of the actor's process. Their devices are one bundle, and so
+    on one node, where Ray names them in CUDA_VISIBLE_DEVICES. Requests are queued by the engine,
+    not by Ray. Ray is imported by the methods here, and not before.
     """
 
-    def __init__(self, kind: type[Engine], *arguments: Any, cpus: int, gpus: float, **options: Any) -> None:
-        """Ask Ray for an actor that runs `kind(*arguments)`. `options` are Ray's, such as a name."""
+    def __init__(
+        self, kind: type[Engine], *arguments: Any, cpus: int, gpus: float, **options: Any
+    ) -> None:
+        """Ask Ray for an actor that runs `kind(*arguments)`. `options` are Ray's, such as a
+        name.
+        """
         import ray
 
         options |= {"num_cpus": cpus, "num_gpus": gpus, "max_concurrency": 1 << 16}
@@ -81,7 +89,8 @@ class Actor:
         return getattr(self.handle, method).remote(*args, **kwargs)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of a coroutine method of the engine; cancelling the call cancels the method.
+        """Return the result of a coroutine method of the engine; cancelling the call cancels the
+        method.
 
         Raises the errors of the method, and Ray's.
         """
@@ -103,7 +112,8 @@ class Actor:
         ray.kill(self.handle)
 
     async def close(self) -> None:
-        """Stop the engine's processes, then the actor; one that has died, or does not answer, is not an error.
+        """Stop the engine's processes, then the actor; one that has died, or does not answer, is
+        not an error.
 
         The end of an actor, too, ends its engine.
         """
@@ -130,15 +140,21 @@ class Replica(Actor):
     """
 
     def __init__(self, settings: EngineSettings, name: str) -> None:
-        """Ask Ray for the actor and start its engine. Call it on the event loop that will use the replica."""
+        """Ask Ray for the actor and start its engine. Call it on the event loop that will use the
+        replica.
+        """
         workers = settings.tensor_parallel_size
-        super().__init__(ActorEngine, settings, cpus=workers, gpus=workers if settings.device_indices else 0)
+        super().__init__(
+            ActorEngine, settings, cpus=workers, gpus=workers if settings.device_indices else 0
+        )
         self.name, self.requests = name, 0
         self.placed = asyncio.ensure_future(self.call("__ray_ready__"))
         self.started = asyncio.ensure_future(self.call("start"))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method as `Actor.call` does. Raises ReplicaDied where the actor or its engine has ended."""
+        """Call a method as `Actor.call` does. Raises ReplicaDied where the actor or its engine has
+        ended.
+        """
         import ray
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -157,10 +173,14 @@ class Replica(Actor):
 
 
 class ReplicatedEngine(Engine):
-    """Replicas acting as one engine. `members` are those that answer: they have the latest weights, or get the next."""
+    """Replicas acting as one engine. `members` are those that answer: they have the latest weights,
+    or get the next.
+    """
 
     def __init__(self, settings: EngineSettings, count: int, restarts: int) -> None:
-        """Create an engine of `count` replicas with equal settings; at most `restarts` deaths an hour are allowed."""
+        """Create an engine of `count` replicas with equal settings; at most `restarts` deaths an
+        hour are allowed.
+        """
         super().__init__(settings)
         self._count = count
         self._restarts = restarts
@@ -173,7 +193,9 @@ class ReplicatedEngine(Engine):
         self._closed = True
 
     async def start(self, stat_loggers: list[Any] | None = None) -> None:
-        """Start all replicas; return when those that the cluster has room for can answer, and at least one can."""
+        """Start all replicas; return when those that the cluster has room for can answer, and at
+        least one can.
+        """
         self.state = EngineLifecycle()
         self.adapter = None
         self._closed = False
@@ -196,8 +218,16 @@ class ReplicatedEngine(Engine):
 
             workers, on_gpus = self.settings.tensor_parallel_size, bool(self.settings.device_indices)
             needed = f"{workers} {'GPUs and CPUs' if on_gpus else 'CPUs'} on one machine"
-            has = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
-            log.warning("waiting for room on the Ray cluster: an engine needs %s, the cluster has %s free", needed, has)
+            has = {
+                name: amount
+                for name, amount in ray.available_resources().items()
+                if name in ("CPU", "GPU")
+            }
+            log.warning(
+                "waiting for room on the Ray cluster: an engine needs %s, the cluster has %s free",
+                needed,
+                has,
+            )
 
     def _start_another(self) -> None:
         replica = Replica(self.settings, f"engine {next(self._numbers)}")
@@ -206,15 +236,27 @@ class ReplicatedEngine(Engine):
 
     def _log_start(self, replica: Replica) -> None:
         """Log that a replica has started, unless the run itself is still starting."""
-        if self.state.latest >= 0 and not replica.started.cancelled() and replica.started.exception() is None:
-            starts = [r.started for r in self._starting if r.started.done() and not r.started.cancelled()]
+        if (
+            self.state.latest >= 0
+            and not replica.started.cancelled()
+            and replica.started.exception() is None
+        ):
+            starts = [
+                r.started for r in self._starting if r.started.done() and not r.started.cancelled()
+            ]
             ready = len(self.members) + sum(start.exception() is None for start in starts)
-            log.warning("%s has started: %d of %d replicas from the next update on", replica.name, ready, self._count)
+            log.warning(
+                "%s has started: %d of %d replicas from the next update on",
+                replica.name,
+                ready,
+                self._count,
+            )
 
     async def join(self) -> bool:
         """Make members of the replicas that have started; wait for one if there is no member yet.
 
-        Returns True if members have come or gone since the last call. Raises RuntimeError if too many have died.
+        Returns True if members have come or gone since the last call. Raises RuntimeError if too
+        many have died.
         """
         while True:
             for replica in [r for r in self._starting if r.started.done()]:
@@ -232,7 +274,9 @@ class ReplicatedEngine(Engine):
             await asyncio.wait([r.started for r in self._starting], return_when=asyncio.FIRST_COMPLETED)
 
     def _lose(self, replica: Replica, death: str) -> None:
-        """Replace a replica that has died, unless it has been replaced. Raises RuntimeError if too many have died."""
+        """Replace a replica that has died, unless it has been replaced. Raises RuntimeError if too
+        many have died.
+        """
         if replica not in (*self.members, *self._starting):
             return
         replicas = self.members if replica in self.members else self._starting
@@ -243,12 +287,15 @@ class ReplicatedEngine(Engine):
         left = self._restarts - len(self._deaths)
         if left < 0:
             deaths = f"{len(self._deaths)} replicas have died within an hour"
-            raise RuntimeError(f"{deaths}, more than engine.restarts={self._restarts} allows; the last: {death}")
+            raise RuntimeError(
+                f"{deaths}, more than engine.restarts={self._restarts} allows; the last: {death}"
+            )
         log.warning("%s: starting another, %d of engine.restarts left in this hour", death, left)
         self._start_another()
 
     async def settle(self) -> bool:
-        """Recover from a failed call to all members: wait until it has ended on each, and replace those that have died.
+        """Recover from a failed call to all members: wait until it has ended on each, and replace
+        those that have died.
 
         Returns True if members have come or gone since `join`.
         """
@@ -264,18 +311,26 @@ class ReplicatedEngine(Engine):
         return self._changed
 
     async def _gather(self, calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Return the results of calls to all members. Raises the first error at once; `settle` awaits the others."""
+        """Return the results of calls to all members. Raises the first error at once; `settle`
+        awaits the others.
+        """
         self._calls = [asyncio.ensure_future(call) for call in calls]
         return await asyncio.gather(*self._calls)
 
-    async def submit(self, prompt: dict[str, Any], params: "SamplingParams", request_id: str, **options: Any) -> Stream:
-        """Sample one request on the least busy replica, as `Engine.submit` does, but yield only the final output."""
+    async def submit(
+        self, prompt: dict[str, Any], params: "SamplingParams", request_id: str, **options: Any
+    ) -> Stream:
+        """Sample one request on the least busy replica, as `Engine.submit` does, but yield only the
+        final output.
+        """
         options.pop("lora_request", None)  # a replica knows the adapter of the latest update
         final = params.clone()
         final.output_kind = type(final.output_kind).FINAL_ONLY
         while True:
             if not self.members:
-                raise RuntimeError("all replicas of the engine have died, and with them the weights of this step")
+                raise RuntimeError(
+                    "all replicas of the engine have died, and with them the weights of this step"
+                )
             replica = min(self.members, key=lambda member: member.requests)
             replica.requests += 1
             try:
@@ -294,24 +349,43 @@ class ReplicatedEngine(Engine):
         """Return the log-probabilities of a prompt's tokens, one list per replica."""
         return await self._gather([member.call("prompt_logprobs", token_ids) for member in self.members])
 
-    async def call_workers(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call a method of all workers, and return the results in the order of replicas and of their workers."""
+    async def call_workers(
+        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call a method of all workers, and return the results in the order of replicas and of
+        their workers.
+        """
         kwargs["timeout"] = timeout
-        results = await self._gather([member.call("call_workers", method, *args, **kwargs) for member in self.members])
+        results = await self._gather(
+            [member.call("call_workers", method, *args, **kwargs) for member in self.members]
+        )
         return [*itertools.chain(*results)]
 
-    async def join_group(self, ip: str, port: int, world_size: int, train_world_size: int, timeout: float) -> None:
-        """Have the workers of all members join a weights group, in order. Raises the first error at once."""
-        size, group = self.settings.tensor_parallel_size, (ip, port, world_size, train_world_size, timeout)
+    async def join_group(
+        self, ip: str, port: int, world_size: int, train_world_size: int, timeout: float
+    ) -> None:
+        """Have the workers of all members join a weights group, in order. Raises the first error at
+        once.
+        """
+        size, group = (
+            self.settings.tensor_parallel_size,
+            (ip, port, world_size, train_world_size, timeout),
+        )
         places = enumerate(self.members)
-        await self._gather([member.call("ask_workers", "init_collective", n * size, *group) for n, member in places])
+        await self._gather(
+            [member.call("ask_workers", "init_collective", n * size, *group) for n, member in places]
+        )
 
     async def receive(self, method: str, *args: Any, version: int | None = None) -> list[dict[str, Any]]:
-        """Update the weights of all replicas, as `Engine.receive` does; here `version` is required."""
+        """Update the weights of all replicas, as `Engine.receive` does; here `version` is
+        required.
+        """
         assert version is not None
         self.state.begin_sync()
         with undone_by(self.state.fail_sync):
-            results = await self._gather([m.call("receive", method, *args, version=version) for m in self.members])
+            results = await self._gather(
+                [m.call("receive", method, *args, version=version) for m in self.members]
+            )
         self.state.finish_sync(version)
         outcomes = [*itertools.chain(*results)]
         self.adapter = next((outcome.get("adapter") for outcome in outcomes), None)
@@ -319,7 +393,9 @@ class ReplicatedEngine(Engine):
 
     @property
     def llm(self) -> "AsyncLLM":
-        """The `AsyncLLM` that a server asks for everything except answers, such as the tokenizer."""
+        """The `AsyncLLM` that a server asks for everything except answers, such as the
+        tokenizer.
+        """
         if self._llm is None:
             self._llm = frontend(self.settings)
         return self._llm
@@ -342,7 +418,11 @@ class ReplicatedEngine(Engine):
             self.members = []
             self._starting = []
             with suppress(ray.exceptions.RayError):
-                ray.wait([r.submit("shutdown") for r in replicas], num_returns=len(replicas), timeout=_ANSWER_SECONDS)
+                ray.wait(
+                    [r.submit("shutdown") for r in replicas],
+                    num_returns=len(replicas),
+                    timeout=_ANSWER_SECONDS,
+                )
             for replica in replicas:
                 with suppress(ray.exceptions.RayError):
                     replica.kill()
@@ -351,7 +431,9 @@ class ReplicatedEngine(Engine):
 
 
 def ray_module() -> Any:
-    """Import Ray and return it. Raises ImportError, which names the remedy, if it is not installed."""
+    """Import Ray and return it. Raises ImportError, which names the remedy, if it is not
+    installed.
+    """
     try:
         import ray
     except ImportError as error:
@@ -360,24 +442,27 @@ def ray_module() -> Any:
 
 
 def join_cluster(cpus: int, taken: int = 0, folder: Path | None = None) -> None:
-    """Connect this process to the cluster of RAY_ADDRESS or, if that is not set, to a new one on this machine.
+    """Connect this process to the cluster of RAY_ADDRESS or, if that is not set, to a new one on
+    this machine.
 
     The new one has its files in `folder`, by default in `ray` of the folder for temporary files.
 
-    The new cluster is for this process alone: it is on loopback, has no dashboard, refuses clients that do not know its
-    secret, and ends with the thread that calls this (prctl(2), PR_SET_PDEATHSIG). It has the machine's GPUs except
-    for the first `taken`, on which ranks train. From then on this process sees only the cluster's GPUs.
+    The new cluster is for this process alone: it is on loopback, has no dashboard, refuses clients
+    that do not know its secret, and ends with the thread that calls this (prctl(2),
+    PR_SET_PDEATHSIG). It has the machine's GPUs except for the first `taken`, on which ranks train.
+    From then on this process sees only the cluster's GPUs.
 
-    Raises:
-        ImportError: Ray is not installed; the message names the remedy.
-        RuntimeError: Ray was imported before, and this release of it does not take a secret any more.
-        ValueError: all GPUs are taken.
+    Raises: ImportError: Ray is not installed; the message names the remedy. RuntimeError: Ray was
+        imported before, and this release of it does not take a secret any more. ValueError: all
+        GPUs are taken.
     """
     alone = not os.environ.get("RAY_ADDRESS")
     if alone and taken:
         names = device_names()
         if not names[taken:]:
-            raise ValueError(f"ranks train on all {len(names)} GPUs here: start fewer ranks, or name a Ray cluster")
+            raise ValueError(
+                f"ranks train on all {len(names)} GPUs here: start fewer ranks, or name a Ray cluster"
+            )
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[taken:])
     if alone:
         os.environ |= _LOCAL_ENVIRONMENT
@@ -395,25 +480,41 @@ def join_cluster(cpus: int, taken: int = 0, folder: Path | None = None) -> None:
     files = str(folder or f"{tempfile.gettempdir()}/ray")
     options = {"_temp_dir": files} if len(files) <= _LONGEST_FOLDER else {}
     cores = max(cpus, os.cpu_count() or 1)
-    ray.init("local", num_cpus=cores, include_dashboard=False, _node_ip_address="127.0.0.1", **options, **quiet)
+    ray.init(
+        "local",
+        num_cpus=cores,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        **options,
+        **quiet,
+    )
 
 
 def _read_secret() -> None:
-    """Have this process's Ray use the secret in the environment. Raises RuntimeError where it does not."""
+    """Have this process's Ray use the secret in the environment. Raises RuntimeError where it does
+    not.
+    """
     try:
         raylet: Any = import_module("ray._raylet")
         raylet.AuthenticationTokenLoader.instance().reset_cache()
-        raylet.Config.initialize("")  # as Ray does in ray/_private/authentication/authentication_token_setup.py
+        # As Ray does in ray/_private/authentication/authentication_token_setup.py
+        raylet.Config.initialize("")
         takes_secret = raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN
     except (AttributeError, ImportError):
         takes_secret = False
     if not takes_secret:
-        remedy = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before it is imported, or join a cluster by ray.init first"
-        raise RuntimeError(f"this Ray was imported without a secret, which a cluster of one's own needs: {remedy}")
+        remedy = (
+            "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN before it is imported, or join a cluster by "
+            "ray.init first"
+        )
+        raise RuntimeError(
+            f"this Ray was imported without a secret, which a cluster of one's own needs: {remedy}"
+        )
 
 
 def join_once(cpus: int) -> Callable[[], None]:
-    """Join a cluster as `join_cluster`, unless already in one; return a function that leaves a cluster joined here.
+    """Join a cluster as `join_cluster`, unless already in one; return a function that leaves a
+    cluster joined here.
 
     The files of a new cluster, and of its actors, are deleted then, or when this process has ended.
     """
@@ -422,7 +523,9 @@ def join_once(cpus: int) -> Callable[[], None]:
         return lambda: None
     folder, lock = guardian.private_folder("ray")
     # Ray kills the guardians of actors' engines together with the actors.
-    watcher = subprocess.Popen(guardian.command(folder), stdin=subprocess.DEVNULL, start_new_session=True)
+    watcher = subprocess.Popen(
+        guardian.command(folder), stdin=subprocess.DEVNULL, start_new_session=True
+    )
 
     def leave() -> None:
         ray.shutdown()
@@ -443,8 +546,14 @@ def join_once(cpus: int) -> Callable[[], None]:
 
 
 def cluster_address() -> str:
-    """Return HOST:PORT, at which other machines reach the cluster's first one; "" if there are no others."""
+    """Return HOST:PORT, at which other machines reach the cluster's first one; "" if there are no
+    others.
+    """
     import ray
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    return ray.get_runtime_context().gcs_address if len({node["NodeManagerHostname"] for node in nodes}) > 1 else ""
+    return (
+        ray.get_runtime_context().gcs_address
+        if len({node["NodeManagerHostname"] for node in nodes}) > 1
+        else ""
+    )

@@ -1,7 +1,8 @@
-"""Sampling settings that leave nothing to defaults of vLLM or a model, and seeds that depend on their place alone.
+"""Sampling settings that leave nothing to defaults of vLLM or a model, and seeds that depend on
+their place alone.
 
-vLLM fills unset fields from the model's `generation_config.json` (vllm/config/model.py); here every field that
-changes the distribution is written out for every request.
+vLLM fills unset fields from the model's `generation_config.json` (vllm/config/model.py); here every
+field that changes the distribution is written out for every request.
 """
 
 import hashlib
@@ -13,12 +14,16 @@ if TYPE_CHECKING:
 
 
 class NotFiniteError(RuntimeError):
-    """Raised where log-probabilities are NaN or infinite: the weights, or the computation, are broken."""
+    """Raised where log-probabilities are NaN or infinite: the weights, or the computation, are
+    broken.
+    """
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Sampling of one response. `temperature` 0 is greedy; `top_k` -1, `top_p` 1 and `min_p` 0 truncate nothing."""
+    """Sampling of one response. `temperature` 0 is greedy; `top_k` -1, `top_p` 1 and `min_p` 0
+    truncate nothing.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -30,20 +35,26 @@ class SamplingSettings:
 
 
 def sample_seed(seed: int, step: int, prompt: int, sample: int, call: int = 0) -> int:
-    """Return a 63-bit seed that is a function of the arguments alone; `call` counts a trajectory's requests."""
+    """Return a 63-bit seed that is a function of the arguments alone; `call` counts a trajectory's
+    requests.
+    """
     place = f"{seed}/{step}/{prompt}/{sample}" + (f"/{call}" if call else "")
     return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def response_budget(context_tokens: int, max_tokens: int, max_model_len: int) -> int:
-    """Return the largest number of tokens that a response may have after a context; 0 if there is no room."""
+    """Return the largest number of tokens that a response may have after a context; 0 if there is
+    no room.
+    """
     return max(0, min(max_tokens, max_model_len - context_tokens))
 
 
 def vllm_sampling_params(
     settings: SamplingSettings, seed: int | None, max_tokens: int | None = None
 ) -> "SamplingParams":
-    """Return vLLM's parameters of one response, with log-probabilities; `max_tokens` overrides that of `settings`."""
+    """Return vLLM's parameters of one response, with log-probabilities; `max_tokens` overrides that
+    of `settings`.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

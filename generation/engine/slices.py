@@ -1,9 +1,11 @@
-"""Samples answers in slices of a fixed number of tokens. Between slices, answers wait at a gate outside of vLLM.
+"""Sample answers in slices of a fixed number of tokens. Between slices, answers wait at a gate
+outside of vLLM.
 
-A slice is an ordinary request with a smaller `max_tokens`; the prompt of the next slice is the prompt and all tokens so
-far. Only the number of its tokens decides where an answer is cut, never the clock. With noise that is keyed by position
-(`EngineSettings.keyed_noise`) the same tokens are sampled however often an answer is cut. Weights may be updated
-between slices. Except for `Slices.elsewhere`, nothing here is thread-safe: it runs on the engine's event loop.
+A slice is an ordinary request with a smaller `max_tokens`; the prompt of the next slice is the
+prompt and all tokens so far. Only the number of its tokens decides where an answer is cut, never
+the clock. With noise that is keyed by position (`EngineSettings.keyed_noise`) the same tokens are
+sampled however often an answer is cut. Weights may be updated between slices. Except for
+`Slices.elsewhere`, nothing here is thread-safe: it runs on the engine's event loop.
 """
 
 import asyncio
@@ -20,12 +22,11 @@ from generation.trajectory import checked_versions, merged_versions
 class Unfinished:
     """An unfinished answer, with everything that any engine needs to continue it.
 
-    Attributes:
-        seed: the seed of its requests.
-        budget: the largest number of tokens that the whole answer may have.
-        logprobs: the log-probability (nats) of each of `token_ids`, under the version that sampled it.
-        versions: as in `Trajectory`, counted from the first of `token_ids`; empty while there are no tokens.
-        opening: the number of the gate's opening in which the answer last grew.
+    Attributes: seed: the seed of its requests. budget: the largest number of tokens that the whole
+        answer may have. logprobs: the log-probability (nats) of each of `token_ids`, under the
+        version that sampled it. versions: as in `Trajectory`, counted from the first of
+        `token_ids`; empty while there are no tokens. opening: the number of the gate's opening in
+        which the answer last grew.
     """
 
     prompt_ids: list[int]
@@ -39,9 +40,13 @@ class Unfinished:
     def __post_init__(self) -> None:
         place = f"an unfinished answer to a prompt of {len(self.prompt_ids)} tokens"
         if len(self.token_ids) != len(self.logprobs):
-            raise ValueError(f"{place}: {len(self.token_ids)} tokens, but {len(self.logprobs)} log-probabilities")
+            raise ValueError(
+                f"{place}: {len(self.token_ids)} tokens, but {len(self.logprobs)} log-probabilities"
+            )
         if len(self.token_ids) >= self.budget:
-            raise ValueError(f"{place} has {len(self.token_ids)} of {self.budget} tokens: it is finished")
+            raise ValueError(
+                f"{place} has {len(self.token_ids)} of {self.budget} tokens: it is finished"
+            )
         if self.token_ids or self.versions:
             self.versions = checked_versions(self.versions, len(self.token_ids), place)
 
@@ -51,19 +56,22 @@ class Unfinished:
         return self.budget - len(self.token_ids)
 
     def add(self, part: Generation) -> None:
-        """Appends the tokens of one slice."""
+        """Append the tokens of one slice."""
         if part.token_ids:
             self.versions = merged_versions([*self.versions, (part.weight_version, len(self.token_ids))])
         self.token_ids = self.token_ids + part.token_ids
         self.logprobs = self.logprobs + part.logprobs
 
     def finished(self, reason: str) -> Generation:
-        """Returns the complete answer, as if it had been one request."""
-        return Generation(self.token_ids, self.logprobs, reason, prompt_ids=self.prompt_ids, versions=[*self.versions])
+        """Return the complete answer, as if it had been one request."""
+        return Generation(
+            self.token_ids, self.logprobs, reason, prompt_ids=self.prompt_ids, versions=[*self.versions]
+        )
 
 
 class Slices:
-    """The gate: while it is open, each answer may grow by `tokens` tokens, and then waits until it is opened again.
+    """The gate: while it is open, each answer may grow by `tokens` tokens, and then waits until it
+    is opened again.
 
     Attributes:
         version: version of the weights with which answers continue; None while the gate is closed.
@@ -71,7 +79,7 @@ class Slices:
     """
 
     def __init__(self, tokens: int) -> None:
-        """Creates a closed gate. Raises ValueError unless a slice has at least one token."""
+        """Create a closed gate. Raises ValueError unless a slice has at least one token."""
         if tokens < 1:
             raise ValueError(f"slice_tokens must be at least 1, not {tokens}")
         self.tokens = tokens
@@ -83,19 +91,23 @@ class Slices:
         self._idle.set()
 
     def open(self, version: int) -> None:
-        """Lets every parked answer continue for one slice, with weights of `version`, and new answers begin."""
+        """Let every parked answer continue for one slice, with weights of `version`, and new
+        answers begin.
+        """
         self.version = version
         self.opening += 1
         for turnstile in self._episodes:
             turnstile.release()
 
     def close(self) -> None:
-        """Closes the gate. Running requests are not interrupted: `settled` waits for them."""
+        """Close the gate. Running requests are not interrupted: `settled` waits for them."""
         self.version = None
 
     @contextmanager
     def episode(self, room: asyncio.Semaphore | None = None) -> "Iterator[Turnstile]":
-        """Counts an episode for the length of the block; its place in `room` is free while the episode is parked."""
+        """Count an episode for the length of the block; its place in `room` is free while the
+        episode is parked.
+        """
         turnstile = Turnstile(self, room)
         self._episodes[turnstile] = None
         self.note(turnstile)
@@ -106,10 +118,11 @@ class Slices:
             self.note(turnstile)
 
     async def settled(self) -> None:
-        """Wait until every episode is over or parked, including those that run a tool or their own code.
+        """Wait until every episode is over or parked, including those that run a tool or their own
+        code.
 
-        An episode with several requests at once is parked when each of them is over or parked. Other work that it does
-        meanwhile is waited for only inside `Turnstile.away`.
+        An episode with several requests at once is parked when each of them is over or parked.
+        Other work that it does meanwhile is waited for only inside `Turnstile.away`.
         """
         while self._busy:
             await self._idle.wait()
@@ -121,8 +134,8 @@ class Slices:
 
     @property
     def elsewhere(self) -> int:
-        """The number of episodes that neither wait at the gate nor are sampled: they run a tool or their own code, or
-        are being scored. May be read from any thread.
+        """The number of episodes that neither wait at the gate nor are sampled: they run a tool or
+        their own code, or are being scored. May be read from any thread.
         """
         return sum(not turnstile.running for turnstile in list(self._busy))
 
@@ -139,7 +152,8 @@ class Slices:
 
 
 class Turnstile:
-    """One episode's way through the gate, made by `Slices.episode`. The episode's requests may run at the same time.
+    """One episode's way through the gate, made by `Slices.episode`. The episode's requests may run
+    at the same time.
 
     `running` is the number of these requests that the engine is sampling.
     """
@@ -151,22 +165,33 @@ class Turnstile:
         self._room = room
         self._has_room = True
         self._waiting: dict[asyncio.Future[None], Unfinished] = {}
-        self._parked_before, self._parked_since = 0.0, 0.0  # seconds; and the time of parking, 0.0 if not parked
+        # seconds; and the time of parking, 0.0 if not parked
+        self._parked_before, self._parked_since = 0.0, 0.0
 
     @property
     def parked(self) -> bool:
-        """True if all unfinished requests of the episode wait at the gate, and the episode waits for nothing else."""
+        """True if all unfinished requests of the episode wait at the gate, and the episode waits
+        for nothing else.
+        """
         return not self.running and not self._away and any(not waiter.done() for waiter in self._waiting)
 
     @property
     def unfinished(self) -> Unfinished | None:
-        """A copy of the parked answer; None unless the episode is parked with exactly one answer."""
-        return replace(next(iter(self._waiting.values()))) if self.parked and len(self._waiting) == 1 else None
+        """A copy of the parked answer; None unless the episode is parked with exactly one
+        answer.
+        """
+        return (
+            replace(next(iter(self._waiting.values())))
+            if self.parked and len(self._waiting) == 1
+            else None
+        )
 
     @property
     def parked_s(self) -> float:
         """Seconds for which the episode has been parked so far."""
-        return self._parked_before + (time.monotonic() - self._parked_since if self._parked_since else 0.0)
+        return self._parked_before + (
+            time.monotonic() - self._parked_since if self._parked_since else 0.0
+        )
 
     def release(self) -> None:
         """Let all waiting requests of the episode continue."""
@@ -177,7 +202,9 @@ class Turnstile:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Keeps the episode from counting as parked for the length of the block, in which it may wait for a tool."""
+        """Keep the episode from counting as parked for the length of the block, in which it may
+        wait for a tool.
+        """
         self._away += 1
         self._note()
         try:
@@ -188,8 +215,8 @@ class Turnstile:
 
     @asynccontextmanager
     async def slice(self, answer: Unfinished) -> AsyncIterator[tuple[int, int]]:
-        """Waits until an answer may grow by one slice, which the block samples; gives the block the version of the
-        weights and the number of tokens to ask for.
+        """Wait until an answer may grow by one slice, which the block samples; give the block the
+        version of the weights and the number of tokens to ask for.
         """
         while (version := self.slices.version) is None or answer.opening == self.slices.opening:
             await self._park(answer)
@@ -216,7 +243,9 @@ class Turnstile:
                 await self._room.acquire()
 
     def _note(self) -> None:
-        """Update the gate's counts and the time parked, and free the place in `room` while the episode is parked."""
+        """Update the gate's counts and the time parked, and free the place in `room` while the
+        episode is parked.
+        """
         parked = self.parked
         if parked and not self._parked_since:
             self._parked_since = time.monotonic()

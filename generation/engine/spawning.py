@@ -1,11 +1,14 @@
-"""Spawns engine cores, where they are not forked, so that they end with the program that has started them.
+"""Spawns engine cores, where they are not forked, so that they end with the program that has
+started them.
 
-vLLM starts a core by Python's `spawn`. A core does not notice that its program has been killed: it keeps its memory, on
-a GPU as well. A death signal from the kernel would not do, since it comes when the thread ends that has started the
-core. So a guardian (`generation/guardian.py`) stands between the program and each core.
+vLLM starts a core by Python's `spawn`. A core does not notice that its program has been killed: it
+keeps its memory, on a GPU as well. A death signal from the kernel would not do, since it comes when
+the thread ends that has started the core. So a guardian (`generation/guardian.py`) stands between
+the program and each core.
 
-`spawn` also imports the program's main module again, in which a program without `if __name__ == "__main__"` would start
-its engines again. A core needs that module only where its settings name something of it.
+`spawn` also imports the program's main module again, in which a program without `if __name__ ==
+"__main__"` would start its engines again. A core needs that module only where its settings name
+something of it.
 """
 
 import io
@@ -25,7 +28,9 @@ _MAIN = ("init_main_from_name", "init_main_from_path")  # of `spawn.get_preparat
 
 
 class _GuardedPopen(popen_spawn_posix.Popen):
-    """A process as the base class starts it, but below a guardian, and without the program's main module."""
+    """A process as the base class starts it, but below a guardian, and without the program's main
+    module.
+    """
 
     _fds: list[int]  # descriptors that the process inherits; pickling adds to them
 
@@ -37,7 +42,9 @@ class _GuardedPopen(popen_spawn_posix.Popen):
         tracker: Any = resource_tracker.getfd()  # type: ignore[attr-defined]
         sentinel, held_by_child = os.pipe()
         reader, writer = os.pipe()
-        command = guardian.command(self._folder, *spawn.get_command_line(tracker_fd=tracker, pipe_handle=reader))
+        command = guardian.command(
+            self._folder, *spawn.get_command_line(tracker_fd=tracker, pipe_handle=reader)
+        )
         try:
             content = self._pickled(process)  # adds descriptors to `self._fds`
             descriptors = [*self._fds, tracker, held_by_child, reader]
@@ -52,7 +59,9 @@ class _GuardedPopen(popen_spawn_posix.Popen):
         self.sentinel = sentinel
 
     def _pickled(self, process: "_GuardedProcess") -> bytes:
-        """Return the bytes that `spawn.spawn_main` reads: settings of this process, then the process object."""
+        """Return the bytes that `spawn.spawn_main` reads: settings of this process, then the
+        process object.
+        """
         settings = spawn.get_preparation_data(process.name)
         beginning = io.BytesIO()
         content = io.BytesIO()
@@ -92,7 +101,8 @@ class _GuardedContext(SpawnContext):
 
 @contextmanager
 def spawned_below(folder: Path) -> Iterator[None]:
-    """Return a context in which vLLM spawns cores below guardians, which delete `folder` when this process has ended.
+    """Return a context in which vLLM spawns cores below guardians, which delete `folder` when this
+    process has ended.
 
     It changes nothing where cores are forked (`generation.engine.forkserver`).
     """

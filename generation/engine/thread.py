@@ -1,7 +1,7 @@
 """The event loop that an engine, its rollouts and its server share, on a thread of its own.
 
-vLLM binds an engine to the loop that first used it, so everything that talks to the engine runs on this loop. The
-trainer's thread only waits, always with a deadline.
+vLLM binds an engine to the loop that first used it, so everything that talks to the engine runs on
+this loop. The trainer's thread only waits, always with a deadline.
 """
 
 import asyncio
@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """An asyncio event loop on a thread of its own, which runs until `close`, whatever its tasks raise.
+    """An asyncio event loop on a thread of its own, which runs until `close`, whatever its tasks
+    raise.
 
     The thread uses the CUDA device of the thread that makes it.
     """
@@ -34,25 +35,33 @@ class EngineThread:
         while not self._closing:
             try:
                 self.loop.run_forever()
-            # A task that raises these ends the loop, which other tasks still need (Lib/asyncio/tasks.py, Task.__step).
+            # A task that raises these ends the loop, which other tasks still need
+            # (Lib/asyncio/tasks.py, Task.__step).
             except (SystemExit, KeyboardInterrupt) as error:
-                message = f"{type(error).__name__} in a task or callback of thread {threading.current_thread().name!r}"
+                message = (
+                    f"{type(error).__name__} in a task or callback of thread "
+                    f"{threading.current_thread().name!r}"
+                )
                 self.loop.call_exception_handler({"message": message, "exception": error})
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the loop; the future's `result(timeout)` gives its value or raises its error."""
+        """Start a coroutine on the loop; the future's `result(timeout)` gives its value or raises
+        its error.
+        """
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
         """Run a coroutine from another thread and return its result.
 
-        After `timeout` seconds it is cancelled, and TimeoutError is raised. Its message begins with `what`, the action
-        as a noun: "the rollout did not finish within 60 s".
+        After `timeout` seconds it is cancelled, and TimeoutError is raised. Its message begins with
+        `what`, the action as a noun: "the rollout did not finish within 60 s".
         """
         return waited_for(self.submit(coroutine), timeout, what)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Cancel all tasks and stop the loop; a loop that is blocked keeps running until the process ends."""
+        """Cancel all tasks and stop the loop; a loop that is blocked keeps running until the
+        process ends.
+        """
         if self.loop.is_closed():
             return
 
@@ -73,7 +82,8 @@ class EngineThread:
 def waited_for(future: Future[T], timeout: float, what: str) -> T:
     """Return the result of a future.
 
-    After `timeout` seconds it is cancelled, and TimeoutError is raised, whose message begins with `what`, as in `run`.
+    After `timeout` seconds it is cancelled, and TimeoutError is raised, whose message begins with
+    `what`, as in `run`.
     """
     try:
         return future.result(timeout)
@@ -85,11 +95,14 @@ def waited_for(future: Future[T], timeout: float, what: str) -> T:
         raise
 
 
-async def as_ready(calls: Iterable[Awaitable[T]], timeout: float | None = None) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield each call's index and result as soon as it is ready. An error, or the end of iteration, cancels the rest.
+async def as_ready(
+    calls: Iterable[Awaitable[T]], timeout: float | None = None
+) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield each call's index and result as soon as it is ready. An error, or the end of iteration,
+    cancels the rest.
 
-    Use `contextlib.aclosing` where the iteration may end early: Python itself would close this generator at some later
-    time. Raises TimeoutError after `timeout` seconds, if given.
+    Use `contextlib.aclosing` where the iteration may end early: Python itself would close this
+    generator at some later time. Raises TimeoutError after `timeout` seconds, if given.
     """
 
     async def placed(place: int, call: Awaitable[T]) -> tuple[int, T]:
@@ -103,7 +116,9 @@ async def as_ready(calls: Iterable[Awaitable[T]], timeout: float | None = None) 
         late = sum(not task.done() for task in tasks)
         if timeout is None or not late:
             raise
-        raise TimeoutError(f"{late} of {len(tasks)} requests did not finish within {timeout:.0f} s") from error
+        raise TimeoutError(
+            f"{late} of {len(tasks)} requests did not finish within {timeout:.0f} s"
+        ) from error
     finally:
         for unfinished in tasks:
             unfinished.cancel()

@@ -1,12 +1,13 @@
 """Everything that depends on parts of vLLM which are private or change between releases.
 
-It is written for vLLM 0.32, whose builds for CPU and CUDA have the same Python sources. `scripts/try_vllm.sh VERSION`
-says what another release breaks. docs/vllm-notes.md lists the behaviour that is relied on here, with upstream's issues
-and files.
+It is written for vLLM 0.32, whose builds for CPU and CUDA have the same Python sources.
+`scripts/try_vllm.sh VERSION` says what another release breaks. docs/vllm-notes.md lists the
+behaviour that is relied on here, with upstream's issues and files.
 
-Variables for an engine's processes are set in the environment only while the engine starts, and are restored
-afterwards, so that the trainer's own process keeps its torch.compile and its NCCL settings. The only change that an
-import of vLLM leaves in this process is its patches of Inductor (`vllm.env_override`).
+Variables for an engine's processes are set in the environment only while the engine starts, and are
+restored afterwards, so that the trainer's own process keeps its torch.compile and its NCCL
+settings. The only change that an import of vLLM leaves in this process is its patches of Inductor
+(`vllm.env_override`).
 """
 
 import asyncio
@@ -27,7 +28,13 @@ from generation import shims
 from generation.engine.allocator import ALLOCATOR_VARIABLES, without_expandable_segments
 from generation.engine.cpu_kernels import hidden_instructions, kernel_environment
 from generation.engine.devices import full_uuids
-from generation.engine.settings import LORA_RANKS, VLLM_NAMES, EngineSettings, check_routes, check_worker_classes
+from generation.engine.settings import (
+    LORA_RANKS,
+    VLLM_NAMES,
+    EngineSettings,
+    check_routes,
+    check_worker_classes,
+)
 from generation.engine.spawning import spawned_below
 from generation.engine.start_errors import START_ERROR
 
@@ -36,23 +43,38 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
-# A vLLM process that inherits these joins the trainer's process group, or waits for a store that no process serves
-# (https://github.com/pytorch/pytorch/pull/192113).
+# A vLLM process that inherits these joins the trainer's process group, or waits for a store that no
+# process serves (https://github.com/pytorch/pytorch/pull/192113).
 _TORCHRUN = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
-# This logger says "Triton not available" in every process on a CPU (for vllm/kernels/triton/activation.py).
+# This logger says "Triton not available" in every process on a CPU (for
+# vllm/kernels/triton/activation.py).
 _TRITON_LOG = "torch._library.triton"
-# This one says so beside a torch that brings Triton, before vLLM sets up logging (vllm/triton_utils/importing.py).
+# This one says so beside a torch that brings Triton, before vLLM sets up logging
+# (vllm/triton_utils/importing.py).
 _VLLM_TRITON_LOG = "vllm.triton_utils.importing"
 
 
 def _quiet_environment() -> dict[str, str]:
-    env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
-    env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # against dozens of useless lines
-    return env | {"TORCH_LOGS": ",".join(filter(None, (os.environ.get("TORCH_LOGS"), f"-{_TRITON_LOG}")))}
+    env = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+    }
+    # Against dozens of useless lines
+    env |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return env | {
+        "TORCH_LOGS": ",".join(filter(None, (os.environ.get("TORCH_LOGS"), f"-{_TRITON_LOG}")))
+    }
 
 
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
@@ -61,52 +83,62 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
     env["GLOO_SOCKET_IFNAME"] = "lo"  # an engine is on one machine, even if the trainer is on several
     env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # nothing that came over a socket is unpickled
     if not settings.on_cpu:
-        visible, indices = os.environ.get("CUDA_VISIBLE_DEVICES"), settings.device_indices  # as this process counts
-        names = full_uuids([visible.split(",")[i].strip() for i in indices]) if visible else list(map(str, indices))
+        # As this process counts
+        visible, indices = os.environ.get("CUDA_VISIBLE_DEVICES"), settings.device_indices
+        names = (
+            full_uuids([visible.split(",")[i].strip() for i in indices])
+            if visible
+            else list(map(str, indices))
+        )
         env["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         for variable in ALLOCATOR_VARIABLES:
             if variable in os.environ:
                 env[variable] = without_expandable_segments(os.environ[variable])
         if settings.dtype == "float32":
-            # Attention in float32 is Triton's (vllm/v1/attention/ops/triton_unified_attention.py), whose products are
-            # rounded to TF32 by default. Triton compiles anew when the variable changes.
+            # Attention in float32 is Triton's (vllm/v1/attention/ops/triton_unified_attention.py),
+            # whose products are rounded to TF32 by default. Triton compiles anew when the variable
+            # changes.
             env["TRITON_F32_DEFAULT"] = os.environ.get("TRITON_F32_DEFAULT", "ieee")
         return env | _CUDA_ENVIRONMENT | _rank_environment()
     env["OMP_NUM_THREADS"] = str(settings.cpu_threads)
     env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, settings.cpu_cores)) or "nobind"
     env |= kernel_environment(plain=settings.plain_cpu_weights)
-    # oneDNN caches compiled primitives by shape, some 30 KiB each. Batches of all sizes would fill its default of 1024
-    # entries over hundreds of steps (https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html).
+    # oneDNN caches compiled primitives by shape, some 30 KiB each. Batches of all sizes would fill
+    # its default of 1024 entries over hundreds of steps
+    # (https://uxlfoundation.github.io/oneDNN/dev_guide_primitive_cache.html).
     env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     if settings.tensor_parallel_size == 1:
         # Lets the CPU platform run its worker inside the engine process (vllm/platforms/cpu.py).
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if settings.enforce_eager:
-        # Otherwise the first request compiles `batched_count_greater_than` (vllm/v1/sample/ops/logprobs.py).
+        # Otherwise the first request compiles `batched_count_greater_than`
+        # (vllm/v1/sample/ops/logprobs.py).
         env["TORCH_COMPILE_DISABLE"] = "1"
     return env
 
 
 _CUDA_ENVIRONMENT = {
-    # vLLM forks unless this process has initialised CUDA itself. But after it has merely counted devices, its
-    # children cannot use CUDA (https://github.com/pytorch/pytorch/issues/40403).
+    # vLLM forks unless this process has initialised CUDA itself. But after it has merely counted
+    # devices, its children cannot use CUDA (https://github.com/pytorch/pytorch/issues/40403).
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # FlashInfer's sampler compiles with nvcc, and serves only requests without a seed and log-probabilities: none here
-    # (vllm/v1/sample/ops/topk_topp_sampler.py).
+    # FlashInfer's sampler compiles with nvcc, and serves only requests without a seed and
+    # log-probabilities: none here (vllm/v1/sample/ops/topk_topp_sampler.py).
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    # Has an effect under WSL 2 only: the model runner has buffers in page-locked memory and does not start without them
-    # (https://docs.vllm.ai/en/latest/configuration/env_vars/).
+    # Has an effect under WSL 2 only: the model runner has buffers in page-locked memory and does
+    # not start without them (https://docs.vllm.ai/en/latest/configuration/env_vars/).
     "VLLM_WSL2_ENABLE_PIN_MEMORY": "1",
 }
 
 
 def _rank_environment() -> dict[str, str]:
-    """Return variables that keep engines of several ranks from disturbing each other while they start.
+    """Return variables that keep engines of several ranks from disturbing each other while they
+    start.
 
-    vLLM looks for a free port and binds it later (https://github.com/vllm-project/vllm/issues/39015). Each process
-    looks in a range of its own, below the system's ports, so that no two find the same port. vLLM also writes some
-    files of its compilation cache in place (vllm/compilation/backends.py), so that each rank has a cache of its own; on
-    several machines, which may share a home, its folder names the machine.
+    vLLM looks for a free port and binds it later
+    (https://github.com/vllm-project/vllm/issues/39015). Each process looks in a range of its own,
+    below the system's ports, so that no two find the same port. vLLM also writes some files of its
+    compilation cache in place (vllm/compilation/backends.py), so that each rank has a cache of its
+    own; on several machines, which may share a home, its folder names the machine.
     """
     apart = {"VLLM_PORT": str(10_000 + os.getpid() % 1_400 * 16)}
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -136,7 +168,8 @@ def _environment(changed: dict[str, str]) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)  # vllm/platforms/cuda.py switches it off
-        # Only variables that differ: when an engine starts again, other threads read the environment meanwhile.
+        # Only variables that differ: when an engine starts again, other threads read the
+        # environment meanwhile.
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         for name in (name for name, value in before.items() if os.environ.get(name) != value):
@@ -144,15 +177,18 @@ def _environment(changed: dict[str, str]) -> Iterator[None]:
 
 
 def started_with(settings: EngineSettings) -> AbstractContextManager[None]:
-    """Return a context in whose environment an engine starts: torchrun's variables are hidden, the engine's are set."""
+    """Return a context in whose environment an engine starts: torchrun's variables are hidden, the
+    engine's are set.
+    """
     return _environment(engine_environment(settings))
 
 
 def fork_engines() -> Callable[[], None]:
-    """Have engines on CPU forked, with this process's imports, from now on; return a function that ends this.
+    """Have engines on CPU forked, with this process's imports, from now on; return a function that
+    ends this.
 
-    Call it before there are other threads or a process group. It does nothing without vLLM's build for CPUs.
-    `generation.engine.forkserver`, which nothing else imports, says how and why.
+    Call it before there are other threads or a process group. It does nothing without vLLM's build
+    for CPUs. `generation.engine.forkserver`, which nothing else imports, says how and why.
     """
     with _environment(_quiet_environment()), suppress(ImportError):
         check_version()
@@ -167,11 +203,16 @@ def fork_engines() -> Callable[[], None]:
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """Return keyword arguments of `AsyncEngineArgs`; none that changes what is sampled is left to a default."""
-    # The CPU platform refuses sleep mode (vllm/platforms/interface.py); the worker extension sleeps instead.
+    """Return keyword arguments of `AsyncEngineArgs`; none that changes what is sampled is left to a
+    default.
+    """
+    # The CPU platform refuses sleep mode (vllm/platforms/interface.py); the worker extension sleeps
+    # instead.
     sleeps = settings.sleep and not settings.on_cpu
     deeply = sleeps and settings.deep_sleep
-    arguments: dict[str, Any] = {name: getattr(settings, field) for name, field in VLLM_NAMES.items()} | {
+    arguments: dict[str, Any] = {
+        name: getattr(settings, field) for name, field in VLLM_NAMES.items()
+    } | {
         "tokenizer": settings.tokenizer or settings.model,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
@@ -185,14 +226,15 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     if settings.on_cpu:
-        # A prompt that is cut in two asks its seeded generator for an offset, which CPU generators do not have, and the
-        # engine dies (https://github.com/vllm-project/vllm/pull/10097, and in 0.32 `_bookkeeping_sync` of
-        # vllm/v1/worker/gpu_model_runner.py); so prompts are never cut, and a step can hold the longest one.
+        # A prompt that is cut in two asks its seeded generator for an offset, which CPU generators
+        # do not have, and the engine dies (https://github.com/vllm-project/vllm/pull/10097, and in
+        # 0.32 `_bookkeeping_sync` of vllm/v1/worker/gpu_model_runner.py); so prompts are never cut,
+        # and a step can hold the longest one.
         tokens = max(2048, settings.max_model_len, settings.max_num_seqs)
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens}
     else:
-        # vLLM's default for an AsyncLLM is 2048 tokens a step (vllm/engine/arg_utils.py, get_batch_defaults), of which
-        # every sequence that is being decoded takes one.
+        # vLLM's default for an AsyncLLM is 2048 tokens a step (vllm/engine/arg_utils.py,
+        # get_batch_defaults), of which every sequence that is being decoded takes one.
         arguments["max_num_batched_tokens"] = max(8192, settings.max_num_seqs)
     if settings.worker_class is None:
         kind = "cpu_worker.CPUWorker" if settings.on_cpu else "cuda_worker.CudaWorker"
@@ -200,9 +242,10 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     if settings.lora_rank:
         room = next(rank for rank in LORA_RANKS if rank >= settings.lora_rank)
         arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
-    # Ignored for models of text. At no image and no video vLLM would leave out the encoder, whose weights are sent, and
-    # its start makes the largest inputs that it allows. generation/engine/image_inputs.py caches processed images;
-    # vLLM's cache is off, since its copy in the core would have to see the same images in the same order.
+    # Ignored for models of text. At no image and no video vLLM would leave out the encoder, whose
+    # weights are sent, and its start makes the largest inputs that it allows.
+    # generation/engine/image_inputs.py caches processed images; vLLM's cache is off, since its copy
+    # in the core would have to see the same images in the same order.
     limits = {"image": max(1, settings.images), "video": 0}
     arguments |= {"limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
     arguments |= settings.extra
@@ -213,13 +256,17 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     return arguments
 
 
-def start_async_llm(settings: EngineSettings, folder: Path, stat_loggers: list[Any] | None = None) -> "AsyncLLM":
-    """Start an `AsyncLLM`, whose engine core and workers are below this process; blocks until it can generate.
+def start_async_llm(
+    settings: EngineSettings, folder: Path, stat_loggers: list[Any] | None = None
+) -> "AsyncLLM":
+    """Start an `AsyncLLM`, whose engine core and workers are below this process; blocks until it
+    can generate.
 
-    `folder` is for the engine's sockets; the guardian of a spawned core deletes it when this process has ended.
-    `stat_loggers`, for example from `step_logger`, are called after every step. Raises ImportError where the installed
-    vLLM is not a supported release, and ValueError where it is built for the other kind of device, a class for its
-    workers is missing, an entry of `settings.extra` is not an engine argument, or vLLM on CPU cannot run the model.
+    `folder` is for the engine's sockets; the guardian of a spawned core deletes it when this
+    process has ended. `stat_loggers`, for example from `step_logger`, are called after every step.
+    Raises ImportError where the installed vLLM is not a supported release, and ValueError where it
+    is built for the other kind of device, a class for its workers is missing, an entry of
+    `settings.extra` is not an engine argument, or vLLM on CPU cannot run the model.
     """
     reason = folder / "reason"
     sockets = os.environ.get("VLLM_RPC_BASE_PATH", str(folder))  # a run has one folder for all of them
@@ -229,8 +276,13 @@ def start_async_llm(settings: EngineSettings, folder: Path, stat_loggers: list[A
 
         quiet = engine_arguments(settings)["disable_log_stats"]
         try:
-            with _environment({START_ERROR: str(reason), "VLLM_RPC_BASE_PATH": sockets}), spawned_below(folder):
-                return AsyncLLM.from_vllm_config(config, stat_loggers=stat_loggers, disable_log_stats=quiet)
+            with (
+                _environment({START_ERROR: str(reason), "VLLM_RPC_BASE_PATH": sockets}),
+                spawned_below(folder),
+            ):
+                return AsyncLLM.from_vllm_config(
+                    config, stat_loggers=stat_loggers, disable_log_stats=quiet
+                )
         except RuntimeError as error:
             if not reason.exists():
                 raise
@@ -239,11 +291,15 @@ def start_async_llm(settings: EngineSettings, folder: Path, stat_loggers: list[A
             reason.unlink()
             if "out of memory" in text.lower():  # which may be another process's fault, and pass
                 raise RuntimeError(f"vLLM cannot start {names}: {text}") from error
-            raise ValueError(f"vLLM cannot start {names} here ({text}): use another model or machine") from error
+            raise ValueError(
+                f"vLLM cannot start {names} here ({text}): use another model or machine"
+            ) from error
 
 
 def _checked_config(settings: EngineSettings) -> "VllmConfig":
-    """Return vLLM's configuration for these settings. Call it inside `started_with`; raises as `start_async_llm`."""
+    """Return vLLM's configuration for these settings. Call it inside `started_with`; raises as
+    `start_async_llm`.
+    """
     check_version()
     check_build(settings)
     check_worker_classes(settings)
@@ -255,7 +311,9 @@ def _checked_config(settings: EngineSettings) -> "VllmConfig":
     if unknown := sorted(set(arguments) - names):
         import vllm
 
-        raise ValueError(f"engine.extra: vLLM {vllm.__version__} has no engine argument {', '.join(unknown)}")
+        raise ValueError(
+            f"engine.extra: vLLM {vllm.__version__} has no engine argument {', '.join(unknown)}"
+        )
     import torch
 
     preloaded = os.environ.get("LD_PRELOAD", "")
@@ -263,12 +321,15 @@ def _checked_config(settings: EngineSettings) -> "VllmConfig":
         try:
             config = AsyncEngineArgs(**arguments).create_engine_config()
         except (AssertionError, ValueError) as error:
-            # vLLM caches the states of recurrent layers only where prompts may be cut, as they are not on CPU
-            # (vllm/model_executor/models/config.py, MambaModelConfig).
+            # vLLM caches the states of recurrent layers only where prompts may be cut, as they are
+            # not on CPU (vllm/model_executor/models/config.py, MambaModelConfig).
             if "mamba cache mode" not in str(error):
                 raise
-            config = AsyncEngineArgs(**arguments | {"enable_prefix_caching": False}).create_engine_config()
-    if {" ", ":"} & {*torch.__file__}:  # ld.so would split the path of libgomp that vllm/platforms/cpu.py has added
+            config = AsyncEngineArgs(
+                **arguments | {"enable_prefix_caching": False}
+            ).create_engine_config()
+    if {" ", ":"} & {*torch.__file__}:
+        # ld.so would split the path of libgomp that vllm/platforms/cpu.py has added
         os.environ["LD_PRELOAD"] = preloaded
     if settings.keyed_noise:
         check_keyed_noise(settings, config)
@@ -276,7 +337,8 @@ def _checked_config(settings: EngineSettings) -> "VllmConfig":
 
 
 def frontend(settings: EngineSettings) -> "AsyncLLM":
-    """Return an `AsyncLLM` without an engine core, which gives vLLM's server everything except answers.
+    """Return an `AsyncLLM` without an engine core, which gives vLLM's server everything except
+    answers.
 
     It is for engines in other processes. Its `__init__` does the part of `AsyncLLM.__init__`
     (vllm/v1/engine/async_llm.py) that comes before the engine core. Raises as `start_async_llm`.
@@ -312,8 +374,8 @@ def frontend(settings: EngineSettings) -> "AsyncLLM":
 def stop_async_llm(engine: "AsyncLLM") -> None:
     """Stop an engine's processes.
 
-    Its output task (vllm/v1/engine/async_llm.py, _run_output_handler) is cancelled first, since it would report the
-    stop as the engine's death.
+    Its output task (vllm/v1/engine/async_llm.py, _run_output_handler) is cancelled first, since it
+    would report the stop as the engine's death.
     """
     handler = engine.output_handler
     if handler is not None and not handler.done():
@@ -322,45 +384,54 @@ def stop_async_llm(engine: "AsyncLLM") -> None:
 
 
 def engine_processes(engine: "AsyncLLM") -> list[psutil.Process]:
-    """Return the processes of the engine core and its workers, without the helpers that Python and torch start."""
+    """Return the processes of the engine core and its workers, without the helpers that Python and
+    torch start.
+    """
     processes: list[psutil.Process] = []
     for started in getattr(engine.engine_core.resources.engine_manager, "processes", ()):
         with suppress(psutil.NoSuchProcess):  # it has ended at once
             processes.append(core := psutil.Process(started.pid))  # or its guardian
             for child in core.children(recursive=True):
                 line = " ".join(child.cmdline())
-                processes += [child] if "resource_tracker" not in line and "compile_worker" not in line else []
+                processes += (
+                    [child] if "resource_tracker" not in line and "compile_worker" not in line else []
+                )
     return processes
 
 
 def killed_at_start(error: BaseException | None) -> bool:
-    """Return True if an engine did not start because a signal ended its core, rather than an error of the core's own
-    (vllm/v1/engine/utils.py, wait_for_engine_startup).
+    """Return True if an engine did not start because a signal ended its core, rather than an error
+    of the core's own (vllm/v1/engine/utils.py, wait_for_engine_startup).
     """
     return bool(re.search(r"Failed core proc\(s\): \{[^}]*: -\d+", str(error)))
 
 
 def worker_memory() -> set[Path]:
-    """Return the files in /dev/shm through which this process's CPU workers exchange tensors and receive calls.
+    """Return the files in /dev/shm through which this process's CPU workers exchange tensors and
+    receive calls.
 
     vLLM's workers remove the files for tensors at an orderly end
-    (vllm/distributed/device_communicators/cpu_communicator.py). When the workers are killed, these files stay: no
-    resource tracker knows of them. The files for calls (160 MiB an engine,
-    vllm/distributed/device_communicators/shm_broadcast.py) stay until this process ends, even after an orderly end.
+    (vllm/distributed/device_communicators/cpu_communicator.py). When the workers are killed, these
+    files stay: no resource tracker knows of them. The files for calls (160 MiB an engine,
+    vllm/distributed/device_communicators/shm_broadcast.py) stay until this process ends, even after
+    an orderly end.
     """
     files: set[Path] = set()
     for process in psutil.Process().children(recursive=True):
         with suppress(OSError):  # it has ended meanwhile
             lines = Path(f"/proc/{process.pid}/maps").read_text("utf-8", "replace").splitlines()
-            files |= {Path(line.split()[5]) for line in lines if re.search("/dev/shm/(vllm_dist|psm)_", line)}
+            files |= {
+                Path(line.split()[5]) for line in lines if re.search("/dev/shm/(vllm_dist|psm)_", line)
+            }
     return files
 
 
 def adapter_request(number: int | None) -> "LoRARequest | None":
-    """Return vLLM's request for the adapter of this number, which the workers hold already; None for no adapter.
+    """Return vLLM's request for the adapter of this number, which the workers hold already; None
+    for no adapter.
 
-    vLLM would read the path only for an adapter that the workers do not hold. Its prefix cache is keyed by name and
-    path (vllm/v1/core/kv_cache_utils.py, _gen_lora_extra_hash_keys).
+    vLLM would read the path only for an adapter that the workers do not hold. Its prefix cache is
+    keyed by name and path (vllm/v1/core/kv_cache_utils.py, _gen_lora_extra_hash_keys).
     """
     if number is None:
         return None
@@ -370,7 +441,9 @@ def adapter_request(number: int | None) -> "LoRARequest | None":
 
 
 def request_errors() -> tuple[type[Exception], ...]:
-    """Return vLLM's errors for one bad or failed request; a dead engine raises a different one, which ends the run."""
+    """Return vLLM's errors for one bad or failed request; a dead engine raises a different one,
+    which ends the run.
+    """
     from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.exceptions import EngineGenerateError
 
@@ -378,7 +451,9 @@ def request_errors() -> tuple[type[Exception], ...]:
 
 
 async def log_throughput(engine: "AsyncLLM") -> None:
-    """Until cancelled, let vLLM log its statistics every VLLM_LOG_STATS_INTERVAL seconds, as its server does."""
+    """Until cancelled, let vLLM log its statistics every VLLM_LOG_STATS_INTERVAL seconds, as its
+    server does.
+    """
     from vllm import envs
 
     while True:
@@ -387,8 +462,8 @@ async def log_throughput(engine: "AsyncLLM") -> None:
 
 
 def step_logger(note: Callable[[Any, Any], None]) -> type:
-    """Return a logger class for `start_async_llm` that calls `note` after every step with vLLM's statistics of the
-    scheduler and of the iteration, either of which may be None.
+    """Return a logger class for `start_async_llm` that calls `note` after every step with vLLM's
+    statistics of the scheduler and of the iteration, either of which may be None.
     """
     from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -397,7 +472,11 @@ def step_logger(note: Callable[[Any, Any], None]) -> type:
             pass
 
         def record(
-            self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+            self,
+            scheduler_stats: Any,
+            iteration_stats: Any,
+            mm_cache_stats: Any = None,
+            engine_idx: int = 0,
         ) -> None:
             note(scheduler_stats, iteration_stats)
 
@@ -414,14 +493,19 @@ SUPPORTED = ((0, 32), (0, 33))
 def check_version(version: str | None = None) -> None:
     """Raise ImportError, naming the supported range, unless a vLLM of that range is installed.
 
-    `version` is by default the installed one's. A development build, or one without a version number, is accepted, and
-    with HOTBUNK_ANY_VLLM=1, which scripts/try_vllm.sh sets, any release is.
+    `version` is by default the installed one's. A development build, or one without a version
+    number, is accepted, and with HOTBUNK_ANY_VLLM=1, which scripts/try_vllm.sh sets, any release
+    is.
     """
     (_, oldest), (_, newer) = SUPPORTED
-    wanted = f"vLLM 0.{oldest} is needed (>=0.{oldest},<0.{newer}): install it with bash scripts/setup.sh"
+    wanted = (
+        f"vLLM 0.{oldest} is needed (>=0.{oldest},<0.{newer}): install it with bash scripts/setup.sh"
+    )
     if version is None:
         if find_spec("vllm") is None:
-            raise ImportError(f"vllm is not installed. {wanted}, or pip install 'vllm>=0.{oldest},<0.{newer}'")
+            raise ImportError(
+                f"vllm is not installed. {wanted}, or pip install 'vllm>=0.{oldest},<0.{newer}'"
+            )
         import vllm
 
         version = vllm.__version__
@@ -429,38 +513,50 @@ def check_version(version: str | None = None) -> None:
     if match is None or "dev" in str(version) or os.environ.get("HOTBUNK_ANY_VLLM") == "1":
         return
     if not SUPPORTED[0] <= (int(match[1]), int(match[2])) < SUPPORTED[1]:
-        raise ImportError(f"vLLM {version} is installed, but {wanted}; scripts/try_vllm.sh tries another release")
+        raise ImportError(
+            f"vLLM {version} is installed, but {wanted}; scripts/try_vllm.sh tries another release"
+        )
 
 
 def check_build(settings: EngineSettings) -> None:
-    """Raise ValueError where the installed vLLM is built for the other kind of device than the engine is to run on."""
+    """Raise ValueError where the installed vLLM is built for the other kind of device than the
+    engine is to run on.
+    """
     from vllm.platforms import current_platform
 
     if settings.on_cpu and not current_platform.is_cpu():
         raise ValueError(
-            "this engine was given no CUDA devices, but the installed vLLM is built for CUDA and cannot run on a CPU: "
-            "name devices (device_indices), or install the build for CPUs with HOTBUNK_DEVICE=cpu bash scripts/setup.sh"
+            "this engine was given no CUDA devices, but the installed vLLM is built for CUDA and "
+            "cannot run on a CPU: name devices (device_indices), or install the build for CPUs with "
+            "HOTBUNK_DEVICE=cpu bash scripts/setup.sh"
         )
     if not settings.on_cpu and current_platform.is_cpu():
         raise ValueError(
-            f"this engine was given CUDA devices {list(settings.device_indices)}, but the installed vLLM is built for "
-            "CPUs: install the build for CUDA with HOTBUNK_DEVICE=cuda bash scripts/setup.sh, or set run.device to cpu"
+            f"this engine was given CUDA devices {list(settings.device_indices)}, but the installed "
+            "vLLM is built for CPUs: install the build for CUDA with HOTBUNK_DEVICE=cuda bash "
+            "scripts/setup.sh, or set run.device to cpu"
         )
 
 
 def check_keyed_noise(settings: EngineSettings, config: Any) -> None:
-    """Raise ValueError where a sampled token could depend on more than seed, position and the tokens before it.
+    """Raise ValueError where a sampled token could depend on more than seed, position and the
+    tokens before it.
 
-    Model runner V2 keys its noise (vllm/v1/worker/gpu/sample/gumbel.py). V1 draws it from a generator, one draw after
-    the other; on CPU the worker extension replaces that.
+    Model runner V2 keys its noise (vllm/v1/worker/gpu/sample/gumbel.py). V1 draws it from a
+    generator, one draw after the other; on CPU the worker extension replaces that.
     """
     if config.speculative_config is not None:
         reason = "drafts depend on where answers are cut; leave it out"
-        raise ValueError(f"engine.extra: speculative_config is set, but answers are carried over steps: {reason}")
+        raise ValueError(
+            f"engine.extra: speculative_config is set, but answers are carried over steps: {reason}"
+        )
     if not settings.on_cpu and not config.use_v2_model_runner:
         raise ValueError(
-            "answers are carried over steps, which needs vLLM's model runner V2 on CUDA, and this engine would use V1: "
-            "unset VLLM_USE_V2_MODEL_RUNNER, and leave out what V2 does not support"
+            "answers are carried over steps, which needs vLLM's model runner V2 on CUDA, and this "
+            "engine would use V1: unset VLLM_USE_V2_MODEL_RUNNER, and leave out what V2 does not "
+            "support"
         )
     if settings.on_cpu and settings.worker_extension is None:
-        raise ValueError("on CPU keyed noise needs worker_extension: set it to sharding.WORKER_EXTENSION")
+        raise ValueError(
+            "on CPU keyed noise needs worker_extension: set it to sharding.WORKER_EXTENSION"
+        )

@@ -1,1 +1,3 @@
-"""Rollouts at six levels: one answer, tools, environments, custom functions, samplers, and clients of a server."""
+"""Rollouts at six levels: one answer, tools, environments, custom functions, samplers, and clients
+of a server.
+"""

@@ -1,9 +1,11 @@
-"""Levels 2 and 3: answers and tool calls alternate; the tools are functions, or an environment's methods.
+"""Levels 2 and 3: answers and tool calls alternate; the tools are functions, or an environment's
+methods.
 
-Calls may also be inside an answer: the engine stops at the end tag, the result is appended, and generation resumes. The
-engine looks for the end tag in the text, however it is tokenised. A logits processor that forces the result's tokens
-would be worse: the whole batch would wait while a tool runs, forced and sampled tokens would look the same, sequences
-would share one processor's state, and tags that are tokenised differently in context would be missed.
+Calls may also be inside an answer: the engine stops at the end tag, the result is appended, and
+generation resumes. The engine looks for the end tag in the text, however it is tokenised. A logits
+processor that forces the result's tokens would be worse: the whole batch would wait while a tool
+runs, forced and sampled tokens would look the same, sequences would share one processor's state,
+and tags that are tokenised differently in context would be missed.
 """
 
 import functools
@@ -27,7 +29,8 @@ _ENVIRONMENT = "it must be a class with a method reset(**row), or a function tha
 class Agent:
     """The policy's tools, and the way it calls them.
 
-    With `describe`, chat templates get the tools' schemas, or those that a row names in its column `tools_key`.
+    With `describe`, chat templates get the tools' schemas, or those that a row names in its column
+    `tools_key`.
     """
 
     runner: ToolRunner
@@ -45,7 +48,9 @@ class Agent:
 
 
 def tool_rollout(agent: Agent) -> RolloutFunction:
-    """Level 2: answers and tool calls alternate until an answer has no call. The calls of one answer run at once."""
+    """Level 2: answers and tool calls alternate until an answer has no call. The calls of one
+    answer run at once.
+    """
 
     async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
         """Run one episode."""
@@ -65,21 +70,31 @@ async def converse(
     respond: Callable[[str], Awaitable[str | None]] | None = None,
     after_turn: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Alternate answers and replies until an answer has no call or is cut, or turns or context run out.
+    """Alternate answers and replies until an answer has no call or is cut, or turns or context run
+    out.
 
-    A turn's calls run at once, or one after the other with `in_order`; then `after_turn` is called. `respond` gets each
-    answer without a call, the last one included, and returns the next message, or None at the end.
+    A turn's calls run at once, or one after the other with `in_order`; then `after_turn` is called.
+    `respond` gets each answer without a call, the last one included, and returns the next message,
+    or None at the end.
     """
     while (generation := await chat.sample(sampling)) is not None:
         # An answer that was cut may end inside a call, to which an error would be the wrong reply.
         calls = agent.parse(chat.answer) if generation.finish_reason == "stop" else []
         last = chat.turns == agent.max_turns
         if calls and not last:
-            replies = await chat.llm.outside(agent.runner.run(agent.tools, calls, chat.metrics, in_order=in_order))
-            # Some chat templates render names and ids, and some of those require ids of nine characters.
+            replies = await chat.llm.outside(
+                agent.runner.run(agent.tools, calls, chat.metrics, in_order=in_order)
+            )
+            # Some chat templates render names and ids, and some of those require ids of nine
+            # characters.
             chat.add(
                 [
-                    {"role": "tool", "content": reply, "name": call.name or "unknown", "tool_call_id": f"call{i:05d}"}
+                    {
+                        "role": "tool",
+                        "content": reply,
+                        "name": call.name or "unknown",
+                        "tool_call_id": f"call{i:05d}",
+                    }
                     for i, (call, reply) in enumerate(zip(calls, replies, strict=True))
                 ]
             )
@@ -106,7 +121,8 @@ class InlineTags:
 
 
 def inline_rollout(agent: Agent, tags: InlineTags = InlineTags()) -> RolloutFunction:
-    """Level 2 with calls inside one answer: `<function> multiply(3, 302) </function>`; `agent.parse` is not used.
+    """Level 2 with calls inside one answer: `<function> multiply(3, 302) </function>`;
+    `agent.parse` is not used.
 
     `sampling.max_tokens` is for the complete answer, without the results in it.
     """
@@ -116,16 +132,22 @@ def inline_rollout(agent: Agent, tags: InlineTags = InlineTags()) -> RolloutFunc
         chat = llm.conversation()
         stopping = replace(sampling, stop=[*sampling.stop, tags.end])
         left, calls = sampling.max_tokens, 0
-        while (generation := await chat.sample(replace(stopping, max_tokens=left), continues=calls > 0)) is not None:
+        while (
+            generation := await chat.sample(replace(stopping, max_tokens=left), continues=calls > 0)
+        ) is not None:
             left -= len(generation.token_ids)
-            call = pending_call(llm.tokenizer.decode(generation.token_ids, skip_special_tokens=False), tags)
+            call = pending_call(
+                llm.tokenizer.decode(generation.token_ids, skip_special_tokens=False), tags
+            )
             if generation.finish_reason != "stop" or call is None:
                 break
             calls += 1
             if calls == agent.max_turns or left == 0:
                 chat.finish_reason = "max_turns" if left else "length"
                 break
-            (result,) = await llm.outside(agent.runner.run(agent.tools, [tools.parse_inline(call)], chat.metrics))
+            (result,) = await llm.outside(
+                agent.runner.run(agent.tools, [tools.parse_inline(call)], chat.metrics)
+            )
             text = f"{tags.result_start}{result}{tags.result_end}"
             chat.add_ids(llm.tokenizer(text, add_special_tokens=False)["input_ids"])
         return chat.trajectory()
@@ -134,9 +156,11 @@ def inline_rollout(agent: Agent, tags: InlineTags = InlineTags()) -> RolloutFunc
 
 
 def pending_call(text: str, tags: InlineTags) -> str | None:
-    """Returns the text between the tags of the call that `text` ends with, or None if it does not end with a call.
+    """Return the text between the tags of the call that `text` ends with, or None if it does not
+    end with a call.
 
-    The last token may reach beyond the end tag. An end tag without a start tag is an empty call, which gets an error.
+    The last token may reach beyond the end tag. An end tag without a start tag is an empty call,
+    which gets an error.
     """
     before, end, _ = text.rpartition(tags.end)
     if not end:
@@ -145,11 +169,14 @@ def pending_call(text: str, tags: InlineTags) -> str | None:
 
 
 def environment_tools(cls: type) -> dict[str, Tool]:
-    """Returns an environment's public methods as tools, except for the five that the rollout calls itself.
+    """Return an environment's public methods as tools, except for the five that the rollout calls
+    itself.
 
     Raises ValueError naming a method that cannot be a tool.
     """
-    methods = {name: f for name, f in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
+    methods = {
+        name: f for name, f in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")
+    }
     return tools.tools_by_name(
         tools.make_tool(function, method=not isinstance(inspect.getattr_static(cls, name), staticmethod))
         for name, function in methods.items()
@@ -158,15 +185,18 @@ def environment_tools(cls: type) -> dict[str, Tool]:
 
 
 def environment_class(make: Callable[..., Any], kwargs: dict[str, Any]) -> type:
-    """Returns the class of the environments that `make` makes: `make` itself if it is a class. A function, like TRL's
-    `environment_factory`, is called once to find out. Raises ValueError unless the class has a method `reset`.
+    """Return the class of the environments that `make` makes: `make` itself if it is a class. A
+    function, like TRL's `environment_factory`, is called once to find out. Raises ValueError unless
+    the class has a method `reset`.
     """
     cls: Any = make
     if not inspect.isclass(make):
         try:
             made = make(**kwargs)
         except Exception as error:
-            raise ValueError(f"{_ENVIRONMENT}; {make!r} raised {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"{_ENVIRONMENT}; {make!r} raised {type(error).__name__}: {error}"
+            ) from error
         cls = type(made)
         if hasattr(made, "close"):
             made.close()
@@ -180,12 +210,12 @@ def environment_rollout(
 ) -> RolloutFunction:
     """Level 3: an environment for each trajectory, whose methods are tools beside those of `agent`.
 
-    The environment is made by `make`, or by its class `cls`. All of its methods may be sync or async. The calls of one
-    turn run in order, since they share the environment.
+    The environment is made by `make`, or by its class `cls`. All of its methods may be sync or
+    async. The calls of one turn run in order, since they share the environment.
 
         reset(**row)        called first, with the columns of the row that it has parameters for. Returns None; or a
-                            string, which is added to the last message of the prompt; or a list of messages, which
-                            replaces the prompt
+                            string, which is added to the last message of the prompt; or a list of
+                            messages, which replaces the prompt
         respond(answer)     optional: gets the text of each answer without a call, and returns the next message, or
                             None at the end
         turn_reward()       optional: returns a number after each answer and its calls; these numbers are summed
@@ -193,7 +223,8 @@ def environment_rollout(
                             it is the trajectory, whose `text` is the last answer
         close()             optional: called at the end, also after an error
 
-    Instead of a string, `reset`, `respond` and tools may return a Pillow image, or a list of texts and such images.
+    Instead of a string, `reset`, `respond` and tools may return a Pillow image, or a list of texts
+    and such images.
     """
     methods = environment_tools(cls)
     agent = replace(agent, tools=tools.tools_by_name([*agent.tools.values(), *methods.values()]))
@@ -201,11 +232,15 @@ def environment_rollout(
     async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
         call = agent.runner.call
         environment = await llm.outside(call(functools.partial(make or cls, **kwargs)))
-        bound = {name: replace(tool, function=getattr(environment, name)) for name, tool in methods.items()}
+        bound = {
+            name: replace(tool, function=getattr(environment, name)) for name, tool in methods.items()
+        }
         try:
             observation = await llm.outside(call(_with_columns(environment.reset, row)))
             chat = _after_reset(llm, observation, agent.described(row))
-            return await _converse_in(environment, chat, sampling, replace(agent, tools={**agent.tools, **bound}))
+            return await _converse_in(
+                environment, chat, sampling, replace(agent, tools={**agent.tools, **bound})
+            )
         finally:
             if hasattr(environment, "close"):
                 await call(environment.close)
@@ -213,8 +248,10 @@ def environment_rollout(
     return run
 
 
-async def _converse_in(environment: Any, chat: Conversation, sampling: SamplingSettings, agent: Agent) -> Trajectory:
-    """Runs all turns of an episode in an environment. Returns its trajectory with the reward."""
+async def _converse_in(
+    environment: Any, chat: Conversation, sampling: SamplingSettings, agent: Agent
+) -> Trajectory:
+    """Run all turns of an episode in an environment. Return its trajectory with the reward."""
     cls, turn_rewards = type(environment).__name__, list[float]()
 
     async def turn_reward() -> None:
@@ -234,7 +271,10 @@ async def _converse_in(environment: Any, chat: Conversation, sampling: SamplingS
         returned = await chat.llm.outside(agent.runner.call(functools.partial(function, *arguments)))
         description = f"{cls}.get_reward returned"
         if isinstance(returned, dict):
-            final = {name: checked_reward(value, f"{description} as {name!r}") for name, value in returned.items()}
+            final = {
+                name: checked_reward(value, f"{description} as {name!r}")
+                for name, value in returned.items()
+            }
         else:
             final = {"final": checked_reward(returned, description)}
     trajectory.turn_rewards = turn_rewards
@@ -245,7 +285,9 @@ async def _converse_in(environment: Any, chat: Conversation, sampling: SamplingS
 
 
 def _with_columns(function: Callable[..., Any], row: dict[str, Any]) -> functools.partial[Any]:
-    """Binds the columns of the row that a function has parameters for; all of them where it takes `**row`."""
+    """Bind the columns of the row that a function has parameters for; all of them where it takes
+    `**row`.
+    """
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return functools.partial(function, **row)
@@ -253,16 +295,21 @@ def _with_columns(function: Callable[..., Any], row: dict[str, Any]) -> functool
 
 
 def _after_reset(llm: PolicyLLM, observation: Any, schemas: list[dict[str, Any]]) -> Conversation:
-    """Returns a conversation that begins with the environment's first observation, rendered as prompts are.
+    """Return a conversation that begins with the environment's first observation, rendered as
+    prompts are.
 
     `schemas` are those of the tools that the prompt describes.
     """
     if observation is None:
         return llm.conversation()
     if isinstance(observation, str) and llm.messages is None:
-        return llm.conversation(llm.prompt_ids + llm.tokenizer(observation, add_special_tokens=False)["input_ids"])
+        return llm.conversation(
+            llm.prompt_ids + llm.tokenizer(observation, add_special_tokens=False)["input_ids"]
+        )
     images: tuple[Image, ...] = ()
-    if (added := tools.image_parts(observation) or observation) is not observation or isinstance(added, str):
+    if (added := tools.image_parts(observation) or observation) is not observation or isinstance(
+        added, str
+    ):
         *before, last = llm.messages or []
         observation, images = [*before, {**last, "content": _joined(last["content"], added)}], llm.images
     settings = dict(llm.settings.chat_template_kwargs)
@@ -285,7 +332,7 @@ def _after_reset(llm: PolicyLLM, observation: Any, schemas: list[dict[str, Any]]
 
 
 def _joined(before: Content, added: Content) -> Content:
-    """Returns a message's content with more content after it, on a new line."""
+    """Return a message's content with more content after it, on a new line."""
     if isinstance(before, str) and isinstance(added, str):
         return f"{before}\n{added}"
     parts = [

@@ -1,4 +1,5 @@
-"""Level 6: any OpenAI client can be a rollout. It sends requests to a server on the engine, which captures the answers.
+"""Level 6: any OpenAI client can be a rollout. It sends requests to a server on the engine, which
+captures the answers.
 
     async def client(base_url, api_key, model, row):
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as openai:
@@ -31,14 +32,18 @@ MODEL = "policy"
 
 
 class Scored(NamedTuple):
-    """A client's result: its reward, or several by name that are summed, or None; and metrics by name."""
+    """A client's result: its reward, or several by name that are summed, or None; and metrics by
+    name.
+    """
 
     reward: Any
     metrics: Mapping[str, Any] = {}
 
 
 Client = Callable[[str, str, str, dict[str, Any]], Awaitable[Any] | Any]
-"""Called with base URL, API key, model name and row; returns a reward, several by name, None, or a `Scored`."""
+"""Called with base URL, API key, model name and row; returns a reward, several by name, None, or a
+`Scored`.
+"""
 
 
 class CapturingServer(Protocol):
@@ -63,8 +68,8 @@ class CapturingServer(Protocol):
 
 
 StartServer = Callable[..., Awaitable[CapturingServer]]
-"""Starts a server on the engine that it gets as its argument. Its keyword arguments are `model_name`, `api_key`,
-`sampling`, `eos_token_ids` and `image_rules`.
+"""Starts a server on the engine that it gets as its argument. Its keyword arguments are
+`model_name`, `api_key`, `sampling`, `eos_token_ids` and `image_rules`.
 """
 
 
@@ -74,11 +79,13 @@ class LostKey(ValueError):
 
 @dataclass(eq=False)
 class ClientRollout:
-    """A `RolloutFunction` whose episodes are calls of a client. The first episode starts the server; `aclose` ends it.
+    """A `RolloutFunction` whose episodes are calls of a client. The first episode starts the
+    server; `aclose` ends it.
 
-    The client is called for each episode; it may be sync or async. A call may take `timeout_s` seconds, not counting
-    the time for which answers are parked between slices. `end_client` is called once at the end, on the client's event
-    loop. Raises ValueError if the client cannot be called.
+    The client is called for each episode; it may be sync or async. A call may take `timeout_s`
+    seconds, not counting the time for which answers are parked between slices. `end_client` is
+    called once at the end, on the client's event loop. Raises ValueError if the client cannot be
+    called.
     """
 
     client: Client
@@ -88,15 +95,21 @@ class ClientRollout:
 
     def __post_init__(self) -> None:
         if not callable(self.client):
-            raise ValueError(f"a client is a function (base_url, api_key, model, row), not {self.client!r}")
+            raise ValueError(
+                f"a client is a function (base_url, api_key, model, row), not {self.client!r}"
+            )
         self._running: tuple[CapturingServer, EngineThread] | None = None
         self._starting = asyncio.Lock()
 
-    async def __call__(self, llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> list[Trajectory]:
-        """Calls the client once. Returns a trajectory for each of its conversations, all with the reward it returned.
+    async def __call__(
+        self, llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings
+    ) -> list[Trajectory]:
+        """Call the client once. Return a trajectory for each of its conversations, all with the
+        reward it returned.
 
-        Raises TimeoutError where the client takes longer than it may, LostKey where it has sent requests without its
-        key, ValueError where it has got no answer or its reward is not a finite number, and as `call_user` does.
+        Raises TimeoutError where the client takes longer than it may, LostKey where it has sent
+        requests without its key, ValueError where it has got no answer or its reward is not a
+        finite number, and as `call_user` does.
         """
         async with self._starting:
             if self._running is None:
@@ -114,7 +127,9 @@ class ClientRollout:
             row = {**row, "images": [image.data_url() for image in llm.images]}
         run = functools.partial(self.client, server.address(key), key, MODEL, row)
         try:
-            returned = await self._in_time(asyncio.wrap_future(thread.submit(call_user(run))), llm.turnstile)
+            returned = await self._in_time(
+                asyncio.wrap_future(thread.submit(call_user(run))), llm.turnstile
+            )
         finally:
             lost, fatal, trajectories = server.lost_keys(key), server.fatal(key), server.take(key)
             if fatal is not None:
@@ -122,13 +137,20 @@ class ClientRollout:
             if llm.engine.llm.errored:  # the client itself can only report that its request has failed
                 llm.fatal = llm.engine.llm.dead_error
         if lost:
-            raise LostKey(f"the client lost its key: {lost} of its requests came without the api_key it was given")
+            raise LostKey(
+                f"the client lost its key: {lost} of its requests came without the api_key it was given"
+            )
         if not trajectories:
-            raise ValueError("the client ended without an answer of the policy: it must use base_url and api_key")
+            raise ValueError(
+                "the client ended without an answer of the policy: it must use base_url and api_key"
+            )
         scored = returned if isinstance(returned, Scored) else Scored(returned)
         parts, description = scored.reward, "the client returned"
         if isinstance(parts, Mapping):
-            parts = {str(name): checked_reward(value, f"{description} as {name!r}") for name, value in parts.items()}
+            parts = {
+                str(name): checked_reward(value, f"{description} as {name!r}")
+                for name, value in parts.items()
+            }
             reward = checked_reward(sum(parts.values()), description)
         else:
             parts, reward = {}, 0.0 if parts is None else checked_reward(parts, description)
@@ -136,11 +158,14 @@ class ClientRollout:
             trajectory.prompt_index, trajectory.sample_index = llm.prompt_index, llm.sample_index
             trajectory.reward, trajectory.reward_parts = reward, dict(parts)
         for name, value in scored.metrics.items():
-            trajectories[0].metrics[f"client/{name}"] = checked_reward(value, f"{description} as metric {name!r}")
+            trajectories[0].metrics[f"client/{name}"] = checked_reward(
+                value, f"{description} as metric {name!r}"
+            )
         return trajectories
 
     async def _in_time(self, running: "asyncio.Future[Any]", turnstile: Turnstile | None) -> Any:
-        """Returns the client's result. Raises the client's error, or TimeoutError where it takes too long.
+        """Return the client's result. Raises the client's error, or TimeoutError where it takes too
+        long.
 
         The deadline is kept on this event loop, since the client may block its own.
         """
@@ -160,7 +185,8 @@ class ClientRollout:
         server = await self.start_server(
             llm.engine,
             model_name=MODEL,
-            # A random key is known to nobody, so that only the keys of open trajectories are accepted.
+            # A random key is known to nobody, so that only the keys of open trajectories are
+            # accepted.
             api_key=os.environ.get("HOTBUNK_API_KEY") or secrets.token_urlsafe(32),
             sampling=sampling,
             eos_token_ids=tuple(sorted({*sampling.stop_token_ids, *([eos] if eos else [])})),
@@ -171,7 +197,9 @@ class ClientRollout:
         return server, EngineThread("clients")
 
     async def aclose(self) -> None:
-        """Stop the server and the clients' thread. A client that still waits for an answer loses its connection."""
+        """Stop the server and the clients' thread. A client that still waits for an answer loses
+        its connection.
+        """
         if self._running is not None:
             (server, thread), self._running = self._running, None
             if self.end_client is not None:

@@ -1,14 +1,17 @@
-"""Level 6 in separate processes: an agent runs in another Python, whose packages may conflict with Hotbunk's.
+"""Level 6 in separate processes: an agent runs in another Python, whose packages may conflict with
+Hotbunk's.
 
-The command is started with a clean environment and a socket, whose file descriptor is in `HOTBUNK_MESSAGES`. It sends
-`{"ready": true}`, and then answers each line with one line of at most 16 MiB:
+The command is started with a clean environment and a socket, whose file descriptor is in
+`HOTBUNK_MESSAGES`. It sends `{"ready": true}`, and then answers each line with one line of at most
+16 MiB:
 
     {"id": "…", "row": {…}, "base_url": "…", "api_key": "…", "model": "policy", "kwargs": {…}}
-    {"id": "…", "reward": 1.0 or {"name": 1.0, …} or null, "metrics": {"name": 1.0, …}}   or {"id": "…", "error": "…"}
+    {"id": "…", "reward": 1.0 or {"name": 1.0, …} or null, "metrics": {"name": 1.0, …}}   or {"id":
+    "…", "error": "…"}
 
-`generation/rollouts/elsewhere/hotbunk_client.py` does that for a function. A process has one episode at a time. A
-process that does anything except answer is killed with all processes that it has started, and the next episode gets a
-new one.
+`generation/rollouts/elsewhere/hotbunk_client.py` does that for a function. A process has one
+episode at a time. A process that does anything except answer is killed with all processes that it
+has started, and the next episode gets a new one.
 """
 
 import asyncio
@@ -63,7 +66,9 @@ class ClientCommand:
 
 
 class ClientProcesses:
-    """A pool of a client's processes, each of which is started when it is first needed. Use it on one event loop."""
+    """A pool of a client's processes, each of which is started when it is first needed. Use it on
+    one event loop.
+    """
 
     def __init__(self, settings: ClientCommand) -> None:
         self._settings = settings
@@ -72,7 +77,9 @@ class ClientProcesses:
         self._running: set[_Process] = set()
 
     async def run(self, base_url: str, api_key: str, model: str, row: dict[str, Any]) -> Scored:
-        """Run one episode, as a `Client` does. Raises ClientError. When cancelled, it kills the episode's process."""
+        """Run one episode, as a `Client` does. Raises ClientError. When cancelled, it kills the
+        episode's process.
+        """
         question = {"row": row, "base_url": base_url, "api_key": api_key, "model": model}
         async with self._room:
             process = await self._idle_process()
@@ -85,7 +92,7 @@ class ClientProcesses:
         return Scored(answer.get("reward"), metrics if isinstance(metrics, dict) else {})
 
     async def _idle_process(self) -> "_Process":
-        """Returns a process that is idle and alive; starts one if there is none."""
+        """Return a process that is idle and alive; start one if there is none."""
         while self._idle:
             process = self._idle.pop()
             if process.alive():
@@ -108,7 +115,9 @@ class ClientProcesses:
 
 
 class Copier(AbstractContextManager["Copier"]):
-    """A pipe for a process's output. A thread copies the output to a log of at most `LONGEST_LOG` bytes."""
+    """A pipe for a process's output. A thread copies the output to a log of at most `LONGEST_LOG`
+    bytes.
+    """
 
     def __init__(self, log: Path | None) -> None:
         """Open the pipe. If `log` is None, all output is dropped."""
@@ -119,11 +128,13 @@ class Copier(AbstractContextManager["Copier"]):
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        """Close this process's copy of the pipe's input; the process that was started has another one."""
+        """Close this process's copy of the pipe's input; the process that was started has another
+        one.
+        """
         self.input.close()
 
     def end(self) -> str:
-        """Returns the end of the output, once the process has ended."""
+        """Return the end of the output, once the process has ended."""
         self.input.close()
         self._thread.join(5.0)
         return self._tail.decode(errors="replace")
@@ -144,7 +155,11 @@ class _Process:
         self._ours, theirs = socket.socketpair()
         inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
         number = theirs.fileno()
-        environment = inherited | {"CUDA_VISIBLE_DEVICES": "", **settings.env, "HOTBUNK_MESSAGES": str(number)}
+        environment = inherited | {
+            "CUDA_VISIBLE_DEVICES": "",
+            **settings.env,
+            "HOTBUNK_MESSAGES": str(number),
+        }
         environment |= off_proxies(environment)
         self._program = settings.command[0]
         try:
@@ -173,12 +188,14 @@ class _Process:
             async with asyncio.timeout(START_SECONDS):
                 message = await self._read_message()
         except TimeoutError as late:
-            raise ClientError(f"{self._program} was not ready within {START_SECONDS:g} s{self._last_line()}") from late
+            raise ClientError(
+                f"{self._program} was not ready within {START_SECONDS:g} s{self._last_line()}"
+            ) from late
         if message.get("ready") is not True:
             raise ClientError(f'{self._program} did not begin with {{"ready": true}}')
 
     def alive(self) -> bool:
-        """Returns True if the process runs, and has sent nothing since its last answer.
+        """Return True if the process runs, and has sent nothing since its last answer.
 
         A process that sends an answer before the next question is not to be trusted.
         """
@@ -186,16 +203,21 @@ class _Process:
         return quiet and not self._reader.at_eof() and not self._ended()
 
     def _ended(self) -> bool:
-        """Returns True if the process has ended. Only `kill` reaps it, so that until then its id stays in use."""
+        """Return True if the process has ended. Only `kill` reaps it, so that until then its id
+        stays in use.
+        """
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     async def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Ask the client a question, and return its answer. Raises ClientError."""
         assert self._writer is not None
-        name = secrets.token_hex(8)  # random, so that an answer cannot have been sent before the question
+        # random, so that an answer cannot have been sent before the question
+        name = secrets.token_hex(8)
         line = json.dumps({"id": name} | question, default=str).encode()
         if len(line) >= LONGEST_LINE:
-            raise ClientError(f"the row is larger than {LONGEST_LINE:,} bytes, the most that a client can be sent")
+            raise ClientError(
+                f"the row is larger than {LONGEST_LINE:,} bytes, the most that a client can be sent"
+            )
         with suppress(ConnectionError):  # reading the answer will report that the process has ended
             self._writer.write(line + b"\n")
             await self._writer.drain()
@@ -209,15 +231,21 @@ class _Process:
             line = await self._reader.readuntil(b"\n")
             message = json.loads(line)
         except asyncio.LimitOverrunError as error:
-            raise ClientError(f"{self._program} sent a line of more than {LONGEST_LINE:,} bytes") from error
+            raise ClientError(
+                f"{self._program} sent a line of more than {LONGEST_LINE:,} bytes"
+            ) from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             for _ in range(20):  # the socket of a process closes just before the process has ended
                 if by_itself := self._ended():
                     break
                 await asyncio.sleep(0.05)
             self.kill()
-            ended = f"ended with exit code {self._process.returncode}" if by_itself else "closed its socket"
-            raise ClientError(f"{self._program} {ended} before it answered{self._last_line()}") from error
+            ended = (
+                f"ended with exit code {self._process.returncode}" if by_itself else "closed its socket"
+            )
+            raise ClientError(
+                f"{self._program} {ended} before it answered{self._last_line()}"
+            ) from error
         except (ValueError, RecursionError) as error:
             raise ClientError(f"{self._program} sent a line that is not JSON") from error
         if not isinstance(message, dict):
@@ -225,14 +253,18 @@ class _Process:
         return message
 
     def _last_line(self) -> str:
-        """Kill the process, so that its output is complete. Returns its last line as the end of an error message."""
+        """Kill the process, so that its output is complete. Return its last line as the end of an
+        error message.
+        """
         self.kill()
         lines = self._copier.end().split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"; it last printed: {last}" if last else ""
 
     def kill(self) -> None:
-        """Kill the process and all processes that it has started, including those in other sessions."""
+        """Kill the process and all processes that it has started, including those in other
+        sessions.
+        """
         if self._process.returncode is None:
             below: list[psutil.Process] = []
             with suppress(ProcessLookupError, psutil.Error):

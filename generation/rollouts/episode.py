@@ -1,4 +1,6 @@
-"""One episode: the handle on the policy that a rollout function gets, and a conversation that only appends ids."""
+"""One episode: the handle on the policy that a rollout function gets, and a conversation that only
+appends ids.
+"""
 
 import asyncio
 import functools
@@ -29,8 +31,8 @@ T = TypeVar("T")
 class RolloutSettings:
     """One step's rollouts: `group_size` samples of each prompt by the policy of `policy_version`.
 
-    `seed` and `step` only decide the samples' seeds. The prompts were rendered with `chat_template_kwargs`. With
-    `evaluation`, the answers are not trained on.
+    `seed` and `step` only decide the samples' seeds. The prompts were rendered with
+    `chat_template_kwargs`. With `evaluation`, the answers are not trained on.
     """
 
     group_size: int
@@ -48,20 +50,21 @@ class SamplingError(RuntimeError):
 
 @dataclass(eq=False, repr=False)
 class PolicyLLM:
-    """One episode's handle on the policy. Each episode has a separate one, so that episodes share nothing.
+    """One episode's handle on the policy. Each episode has a separate one, so that episodes share
+    nothing.
 
-    Attributes:
-        prompt_index, sample_index: the episode's prompt in the step, and its sample among those of the prompt.
-        prompt_ids: the row's prompt with the chat template applied.
-        messages: the messages that the prompt was rendered from; None where the prompt is plain text or ids.
+    Attributes: prompt_index, sample_index: the episode's prompt in the step, and its sample among
+        those of the prompt. prompt_ids: the row's prompt with the chat template applied. messages:
+        the messages that the prompt was rendered from; None where the prompt is plain text or ids.
         images, image_spans: the images of the row's prompt and their places; see `Trajectory`.
-        image_rules: how the run treats images; None: the run has none.
-        room: the engine's places for episodes, one of which this episode holds; None: their number is not limited.
-        turnstile: the episode's access to the gate where answers grow slice by slice; None: answers are not cut.
-        unfinished: a parked answer that the episode's first answer continues, if there is one.
-        calls: the number of requests so far, on which the next request's seed depends.
-        sampled: the answers so far; they are kept where there is a turnstile, or the engine returns routes.
-        fatal: the engine's own error, if there was one; it ends the rollout even if the function catches it.
+        image_rules: how the run treats images; None: the run has none. room: the engine's places
+        for episodes, one of which this episode holds; None: their number is not limited. turnstile:
+        the episode's access to the gate where answers grow slice by slice; None: answers are not
+        cut. unfinished: a parked answer that the episode's first answer continues, if there is one.
+        calls: the number of requests so far, on which the next request's seed depends. sampled: the
+        answers so far; they are kept where there is a turnstile, or the engine returns routes.
+        fatal: the engine's own error, if there was one; it ends the rollout even if the function
+        catches it.
     """
 
     engine: "Engine"
@@ -93,14 +96,17 @@ class PolicyLLM:
         images: Sequence[Image] | None = None,
         image_spans: Spans = (),
     ) -> Generation:
-        """Samples one response to a prompt. Its seed depends on seed, step, prompt, sample and number of the call only.
+        """Sample one response to a prompt. Its seed depends on seed, step, prompt, sample and
+        number of the call only.
 
-        `images` and their places are by default the row's, where the ids begin with the row's prompt. Raises ValueError
-        where no room is left for a response or vLLM refuses the request, SamplingError where vLLM ended the request
-        early.
+        `images` and their places are by default the row's, where the ids begin with the row's
+        prompt. Raises ValueError where no room is left for a response or vLLM refuses the request,
+        SamplingError where vLLM ended the request early.
         """
         settings = self.settings
-        seed = sample_seed(settings.seed, settings.step, self.prompt_index, self.sample_index, self.calls)
+        seed = sample_seed(
+            settings.seed, settings.step, self.prompt_index, self.sample_index, self.calls
+        )
         self.calls += 1
         unfinished, self.unfinished = self.unfinished, None
         try:
@@ -116,7 +122,8 @@ class PolicyLLM:
                 images=images,
                 image_spans=image_spans,
             )
-        except ImageCountError as error:  # the model's files are to blame, so every other episode would fail, too
+        except ImageCountError as error:
+            # the model's files are to blame, so every other episode would fail, too
             self.fatal = ImageCountError(f"prompt {self.prompt_index} of the step: {error}")
             raise self.fatal from None
         except Exception as error:
@@ -134,7 +141,9 @@ class PolicyLLM:
         return (self.images, self.image_spans) if begins_alike else ((), ())
 
     def add_routes(self, trajectory: Trajectory) -> None:
-        """Give a trajectory the routes of its latest answer, which cover all tokens before it, too."""
+        """Give a trajectory the routes of its latest answer, which cover all tokens before it,
+        too.
+        """
         ids = trajectory.prompt_ids + trajectory.response_ids
         answers = (answer for answer in reversed(self.sampled) if ids[: len(answer.ids)] == answer.ids)
         if trajectory.routes is None and (latest := next(answers, None)) is not None:
@@ -142,8 +151,9 @@ class PolicyLLM:
 
     @asynccontextmanager
     async def away(self) -> AsyncIterator[None]:
-        """Surrounds a wait for anything except the engine. Another episode may take this one's place meanwhile; where
-        answers grow slice by slice, the slice does not end before the wait has ended.
+        """Surround a wait for anything except the engine. Another episode may take this one's place
+        meanwhile; where answers grow slice by slice, the slice does not end before the wait has
+        ended.
         """
         with self.turnstile.away() if self.turnstile is not None else nullcontext():
             if self.room is None:
@@ -156,19 +166,19 @@ class PolicyLLM:
                 await self.room.acquire()
 
     async def outside(self, work: Awaitable[T]) -> T:
-        """Returns the result of work outside the engine, which is awaited within `away`."""
+        """Return the result of work outside the engine, which is awaited within `away`."""
         async with self.away():
             return await work
 
     def conversation(self, prompt_ids: Sequence[int] | None = None) -> "Conversation":
-        """Returns an empty conversation that begins with the row's prompt, or with other ids."""
+        """Return an empty conversation that begins with the row's prompt, or with other ids."""
         return Conversation(self, self.prompt_ids if prompt_ids is None else prompt_ids)
 
     def trajectory(self, prompt_ids: Sequence[int] | None = None, **fields: Any) -> Trajectory:
-        """Returns a trajectory of this episode, with its indices and weight version filled in.
+        """Return a trajectory of this episode, with its indices and weight version filled in.
 
-        `fields` are further fields of `Trajectory`, among them `response_ids`, `loss_mask` and `logprobs`, or none of
-        these three.
+        `fields` are further fields of `Trajectory`, among them `response_ids`, `loss_mask` and
+        `logprobs`, or none of these three.
         """
         if "images" not in fields:
             images, spans = self._row_images(self.prompt_ids if prompt_ids is None else prompt_ids)
@@ -177,7 +187,9 @@ class PolicyLLM:
             prompt_index=self.prompt_index,
             sample_index=self.sample_index,
             prompt_ids=list(self.prompt_ids if prompt_ids is None else prompt_ids),
-            weight_version=max([self.settings.policy_version, *(answer.weight_version for answer in self.sampled)]),
+            weight_version=max(
+                [self.settings.policy_version, *(answer.weight_version for answer in self.sampled)]
+            ),
             **fields,
         )
 
@@ -185,18 +197,18 @@ class PolicyLLM:
 class Conversation(Trajectory):
     """A trajectory that grows turn by turn; `PolicyLLM.conversation` makes it.
 
-    Sampled ids stay as they are, and only the text of new messages is encoded. So the cost of a turn does not depend on
-    the length of the conversation, and each prompt begins with all ids before it.
+    Sampled ids stay as they are, and only the text of new messages is encoded. So the cost of a
+    turn does not depend on the length of the conversation, and each prompt begins with all ids
+    before it.
 
         chat = llm.conversation()
         while (generation := await chat.sample(sampling)) is not None and not finished(chat.answer):
             chat.add([{"role": "user", "content": "Look again."}])
         return chat.trajectory(reward=1.0)
 
-    Attributes:
-        turns: the number of answers so far.
-        answer_start: where the latest answer begins in `response_ids`.
-        finish_reason: why the latest answer ended; "length" where the context had no room for the next turn.
+    Attributes: turns: the number of answers so far. answer_start: where the latest answer begins in
+        `response_ids`. finish_reason: why the latest answer ended; "length" where the context had
+        no room for the next turn.
     """
 
     def __init__(self, llm: PolicyLLM, prompt_ids: Sequence[int]) -> None:
@@ -222,12 +234,15 @@ class Conversation(Trajectory):
         return {self.llm.tokenizer.eos_token_id, *self.llm.settings.sampling.stop_token_ids}
 
     async def sample(self, sampling: SamplingSettings, *, continues: bool = False) -> Generation | None:
-        """Samples and appends the policy's next answer. Returns None, with `finish_reason` "length", if it has no room.
+        """Sample and append the policy's next answer. Return None, with `finish_reason` "length",
+        if it has no room.
 
         With `continues`, the new tokens belong to the latest answer.
         """
         length = len(self.prompt_ids) + len(self.response_ids)
-        budget = 0 if self._full else response_budget(length, sampling.max_tokens, self.llm.max_model_len)
+        budget = (
+            0 if self._full else response_budget(length, sampling.max_tokens, self.llm.max_model_len)
+        )
         if budget == 0:
             self.finish_reason = "length"
             return None
@@ -241,11 +256,12 @@ class Conversation(Trajectory):
         return generation
 
     def add(self, messages: list[dict[str, Any]]) -> None:
-        """Append messages that the policy has not written, and the opening of its next answer. They are not trained on.
+        """Append messages that the policy has not written, and the opening of its next answer. They
+        are not trained on.
 
-        Messages that leave no room for an answer are not appended: the next `sample` returns None. Where the run has
-        images, a message's content may be a list of parts with images among them (`split_images`); images that cannot
-        be used raise ValueError.
+        Messages that leave no room for an answer are not appended: the next `sample` returns None.
+        Where the run has images, a message's content may be a list of parts with images among them
+        (`split_images`); images that cannot be used raise ValueError.
         """
         template = self.llm.settings.chat_template_kwargs
         images: tuple[Image, ...] = ()
@@ -264,7 +280,9 @@ class Conversation(Trajectory):
             self.image_spans += tuple((begin + start, length) for start, length in spans)
 
     def read_images(self, sources: Sequence[Any]) -> tuple[Image, ...]:
-        """Reads images that came up in the episode. Raises ValueError where they are too many, or too large."""
+        """Read images that came up in the episode. Raises ValueError where they are too many, or
+        too large.
+        """
         if (rules := self.llm.image_rules) is None:
             raise ValueError("the run has no images: set data.max_images")
         images = rules.read(sources)
@@ -275,7 +293,9 @@ class Conversation(Trajectory):
         return images
 
     def add_ids(self, token_ids: Sequence[int]) -> bool:
-        """Append ids that the policy did not sample. Returns False if that would leave no room for an answer."""
+        """Append ids that the policy did not sample. Return False if that would leave no room for
+        an answer.
+        """
         length = len(self.prompt_ids) + len(self.response_ids) + len(token_ids)
         if response_budget(length, 1, self.llm.max_model_len) == 0:
             self._full = True
@@ -284,14 +304,19 @@ class Conversation(Trajectory):
         return not self._full
 
     def trajectory(self, **changes: Any) -> Trajectory:
-        """Returns the trajectory so far, with `changes` to fields of `Trajectory`."""
-        return Trajectory(**({field.name: getattr(self, field.name) for field in fields(self)} | changes))
+        """Return the trajectory so far, with `changes` to fields of `Trajectory`."""
+        return Trajectory(
+            **({field.name: getattr(self, field.name) for field in fields(self)} | changes)
+        )
 
 
-RolloutFunction = Callable[[PolicyLLM, dict[str, Any], SamplingSettings], Awaitable[Trajectory | list[Trajectory]]]
+RolloutFunction = Callable[
+    [PolicyLLM, dict[str, Any], SamplingSettings], Awaitable[Trajectory | list[Trajectory]]
+]
 """Runs one episode: called with the episode's handle, the dataset's row and the sampling settings.
 
-An error that it raises fails only that episode. All levels of rollouts except the fifth are such functions.
+An error that it raises fails only that episode. All levels of rollouts except the fifth are such
+functions.
 """
 
 
@@ -304,10 +329,11 @@ async def one_shot(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettin
 
 
 def custom_rollout(target: Any, kwargs: dict[str, Any]) -> RolloutFunction:
-    """Level 4: a custom `async def (llm, row, sampling, **kwargs)`, or a class with such a method `run` or `__call__`.
+    """Level 4: a custom `async def (llm, row, sampling, **kwargs)`, or a class with such a method
+    `run` or `__call__`.
 
-    A class is constructed once, with `kwargs`, and the object serves all episodes. Raises ValueError where `target` is
-    neither.
+    A class is constructed once, with `kwargs`, and the object serves all episodes. Raises
+    ValueError where `target` is neither.
     """
     if inspect.isclass(target):
         made = target(**kwargs)
@@ -315,8 +341,12 @@ def custom_rollout(target: Any, kwargs: dict[str, Any]) -> RolloutFunction:
     else:
         function = functools.partial(target, **kwargs) if kwargs else target
     called = getattr(function, "func", function)  # the function that a functools.partial calls
-    if not (inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(getattr(called, "__call__", None))):  # noqa: B004
+    if not (
+        inspect.iscoroutinefunction(called)
+        or inspect.iscoroutinefunction(getattr(called, "__call__", None))
+    ):  # noqa: B004
         raise ValueError(
-            f"{target!r} is not a rollout: write `async def rollout(llm, row, sampling)`, or such a method"
+            f"{target!r} is not a rollout: write `async def rollout(llm, row, sampling)`, or such a "
+            "method"
         )
     return cast(RolloutFunction, function)

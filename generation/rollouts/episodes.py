@@ -1,13 +1,15 @@
-"""Runs the episodes of one engine: those of one step, or those that continue over several shifts.
+"""Run the episodes of one engine: those of one step, or those that continue over several shifts.
 
-The engines decide while they run which of them samples which prompt of a step. The leader of an engine claims the next
-prompt when the engine has room, so that no engine idles while another has a long answer. It never has more than its
-share of the prompts unfinished; otherwise the first leader could claim all prompts of a small step. The samples do not
-depend on the engine, since a sample's seed depends on its prompt and sample index only. Each episode goes on with its
-next turn as soon as it can, without waiting for other episodes.
+The engines decide while they run which of them samples which prompt of a step. The leader of an
+engine claims the next prompt when the engine has room, so that no engine idles while another has a
+long answer. It never has more than its share of the prompts unfinished; otherwise the first leader
+could claim all prompts of a small step. The samples do not depend on the engine, since a sample's
+seed depends on its prompt and sample index only. Each episode goes on with its next turn as soon as
+it can, without waiting for other episodes.
 
-Where answers are cut into slices of tokens, episodes park at the end of a slice, and go on in the next shift. Whether
-an episode has ended after a slice depends on its own tokens only, so it is the same on any number of engines.
+Where answers are cut into slices of tokens, episodes park at the end of a slice, and go on in the
+next shift. Whether an episode has ended after a slice depends on its own tokens only, so it is the
+same on any number of engines.
 """
 
 import asyncio
@@ -20,7 +22,13 @@ from generation.engine.engine import Engine
 from generation.engine.slices import Slices, Turnstile, Unfinished
 from generation.exact_ids import mark_versions
 from generation.images import ImageRules, Spans, StoredImage
-from generation.rollouts.episode import Conversation, PolicyLLM, RolloutFunction, RolloutSettings, one_shot
+from generation.rollouts.episode import (
+    Conversation,
+    PolicyLLM,
+    RolloutFunction,
+    RolloutSettings,
+    one_shot,
+)
 from generation.rollouts.user_code import contained, described
 from generation.trajectory import Trajectory, check_rewards
 
@@ -38,13 +46,10 @@ OnSample = Callable[[Trajectory], Awaitable[None]]
 class EpisodeSetup:
     """The function that runs an episode, and its arguments besides the prompt's ids.
 
-    Attributes:
-        function: the rollout function.
-        tokenizer: the model's tokenizer.
-        rows: the dataset's row of each prompt.
-        messages: the messages that each prompt was rendered from; None for a prompt that is plain text or ids.
-        images: the images of each prompt, and their places among its ids.
-        image_rules: how the run treats images; None: the run has none.
+    Attributes: function: the rollout function. tokenizer: the model's tokenizer. rows: the
+        dataset's row of each prompt. messages: the messages that each prompt was rendered from;
+        None for a prompt that is plain text or ids. images: the images of each prompt, and their
+        places among its ids. image_rules: how the run treats images; None: the run has none.
     """
 
     function: RolloutFunction = one_shot
@@ -55,7 +60,9 @@ class EpisodeSetup:
     image_rules: ImageRules | None = None
 
     def image_arguments(self, prompt: int) -> dict[str, Any]:
-        """Reads a prompt's images. Returns `PolicyLLM`'s arguments for them. Raises ValueError where a file is gone."""
+        """Read a prompt's images. Return `PolicyLLM`'s arguments for them. Raises ValueError where
+        a file is gone.
+        """
         if not self.images:
             return {}
         images, spans = self.images[prompt]
@@ -72,23 +79,27 @@ async def rollout(
     setup: EpisodeSetup = EpisodeSetup(),
     engines: int = 1,
 ) -> list[Trajectory]:
-    """Samples groups for as many prompts as this engine can claim. Returns trajectories in the order they finished.
+    """Sample groups for as many prompts as this engine can claim. Return trajectories in the order
+    they finished.
 
     `engines` is the number of engines that share the prompts.
 
-    An episode that fails becomes a trajectory with `error` set, and affects no other episode. Where `on_sample` sets
-    `error` on one of an episode's trajectories, all of its trajectories have failed. A dead engine, an engine in the
-    wrong state and an error that `on_sample` raises end the rollout.
+    An episode that fails becomes a trajectory with `error` set, and affects no other episode. Where
+    `on_sample` sets `error` on one of an episode's trajectories, all of its trajectories have
+    failed. A dead engine, an engine in the wrong state and an error that `on_sample` raises end the
+    rollout.
     """
     engine.state.check_can_generate(settings.policy_version)
     finished: list[Trajectory] = []
     begun: dict[tuple[int, int], PolicyLLM] = {}
-    # One group more than the engine runs at once, so that the engine always has work; no more than that where other
-    # engines can claim prompts. A single engine also has the next wave of answers waiting, since all answers of a wave
-    # can end in the same step. Episodes that wait for tools do not count.
+    # One group more than the engine runs at once, so that the engine always has work; no more than
+    # that where other engines can claim prompts. A single engine also has the next wave of answers
+    # waiting, since all answers of a wave can end in the same step. Episodes that wait for tools do
+    # not count.
     waves = 2 if engines == 1 else 1
     room = asyncio.Semaphore(engine.settings.max_num_seqs * waves + settings.group_size)
-    share = asyncio.Semaphore(max(1, -(-len(prompts) // engines)) * settings.group_size)  # in samples of whole groups
+    # In samples of whole groups
+    share = asyncio.Semaphore(max(1, -(-len(prompts) // engines)) * settings.group_size)
 
     async def run_one(llm: PolicyLLM) -> None:
         row = dict(setup.rows[llm.prompt_index]) if setup.rows else {}
@@ -106,7 +117,9 @@ async def rollout(
             images = setup.image_arguments(prompt)
             for sample in range(settings.group_size):
                 ids = list(prompts[prompt])
-                llm = PolicyLLM(engine, tokenizer, settings, prompt, sample, ids, messages, room, **images)
+                llm = PolicyLLM(
+                    engine, tokenizer, settings, prompt, sample, ids, messages, room, **images
+                )
                 begun[prompt, sample] = llm
                 group.create_task(run_one(llm)).add_done_callback(lambda _: share.release())
                 await room.acquire()
@@ -116,15 +129,23 @@ async def rollout(
 
 
 def lost_episode(llm: PolicyLLM) -> Trajectory:
-    """Returns the failed trajectory of an episode whose task was cancelled, but not by this module."""
+    """Return the failed trajectory of an episode whose task was cancelled, but not by this
+    module.
+    """
     error = "CancelledError: the episode's task was cancelled by other code"
     return llm.trajectory(finish_reason="error", error=error)
 
 
 async def scored_episode(
-    function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any], on_sample: OnSample, room: asyncio.Semaphore
+    function: RolloutFunction,
+    llm: PolicyLLM,
+    row: dict[str, Any],
+    on_sample: OnSample,
+    room: asyncio.Semaphore,
 ) -> list[Trajectory]:
-    """Runs an episode, frees its place in `room`, and has `on_sample` score its trajectories. Returns them."""
+    """Run an episode, free its place in `room`, and have `on_sample` score its trajectories. Return
+    them.
+    """
     try:
         trajectories = await run_episode(function, llm, row)
     finally:
@@ -137,9 +158,12 @@ async def scored_episode(
     return trajectories
 
 
-async def run_episode(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any]) -> list[Trajectory]:
-    """Runs an episode, and returns its trajectories. An error that the function raises becomes the `error` of a single
-    trajectory. The engine's own failure is raised, even if the function has caught it.
+async def run_episode(
+    function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any]
+) -> list[Trajectory]:
+    """Run an episode, and return its trajectories. An error that the function raises becomes the
+    `error` of a single trajectory. The engine's own failure is raised, even if the function has
+    caught it.
     """
     try:
         trajectories = await contained(_checked(function, llm, row))
@@ -157,7 +181,9 @@ async def _checked(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any
     trajectories = [result] if isinstance(result, Trajectory) else list(result)
     trajectories = [t.trajectory() if isinstance(t, Conversation) else t for t in trajectories]
     if not trajectories or not all(isinstance(t, Trajectory) for t in trajectories):
-        raise TypeError(f"a rollout function must return a Trajectory or a list of them, but gave {result!r:.100}")
+        raise TypeError(
+            f"a rollout function must return a Trajectory or a list of them, but gave {result!r:.100}"
+        )
     for trajectory in trajectories:
         llm.add_routes(trajectory)
         trajectory.prompt_index, trajectory.sample_index = llm.prompt_index, llm.sample_index
@@ -168,7 +194,8 @@ async def _checked(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any
 
 @dataclass
 class CarriedGroup:
-    """The episodes of one prompt, from their beginning until they are trained on. Checkpoints contain it.
+    """The episodes of one prompt, from their beginning until they are trained on. Checkpoints
+    contain it.
 
     Attributes:
         place: the position of the prompt in the sequence of all prompts; a lower one is older.
@@ -185,7 +212,9 @@ class CarriedGroup:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The arguments for starting or continuing a group. `prompt_index` and `settings` decide its seeds."""
+    """The arguments for starting or continuing a group. `prompt_index` and `settings` decide its
+    seeds.
+    """
 
     group: CarriedGroup
     settings: RolloutSettings
@@ -199,7 +228,8 @@ class Beginning:
 
 @dataclass(eq=False)
 class CarriedEpisodes:
-    """All groups of one engine that are not trained on yet. Its coroutines run on the engine's event loop.
+    """All groups of one engine that are not trained on yet. Its coroutines run on the engine's
+    event loop.
 
     Attributes:
         groups: the groups by place.
@@ -213,8 +243,10 @@ class CarriedEpisodes:
     groups: dict[int, CarriedGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._room = asyncio.Semaphore(self.engine.settings.max_num_seqs + self.group_size)  # see `rollout`
-        self._turnstiles: dict[tuple[int, int], Turnstile] = {}  # of unfinished episodes, by place and sample
+        # See `rollout`
+        self._room = asyncio.Semaphore(self.engine.settings.max_num_seqs + self.group_size)
+        # Of unfinished episodes, by place and sample
+        self._turnstiles: dict[tuple[int, int], Turnstile] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._failed = asyncio.Event()
@@ -227,18 +259,21 @@ class CarriedEpisodes:
 
     @property
     def elsewhere(self) -> int:
-        """The number of episodes that run tools or their own code, or are being scored. Safe from any thread."""
+        """The number of episodes that run tools or their own code, or are being scored. Safe from
+        any thread.
+        """
         return self.slices.elsewhere
 
     def complete(self) -> list[int]:
-        """Returns the places of the groups whose episodes have all ended."""
+        """Return the places of the groups whose episodes have all ended."""
         return [place for place, group in self.groups.items() if len(group.done) == self.group_size]
 
     async def slice(self, version: int, new: Sequence[Beginning]) -> list[int]:
-        """Continues every unfinished episode by a slice, the oldest first, then begins the new groups in their order.
+        """Continue every unfinished episode by a slice, the oldest first, then begin the new groups
+        in their order.
 
-        Returns `complete()` when every episode has ended or is parked. The engine's failure, and an error that
-        `on_sample` raises, end all episodes.
+        Returns `complete()` when every episode has ended or is parked. The engine's failure, and an
+        error that `on_sample` raises, end all episodes.
         """
         self.engine.state.check_can_generate(version)
         advanced, failed = (
@@ -289,12 +324,14 @@ class CarriedEpisodes:
         )
 
         async def run() -> None:
-            """Runs the episode to its end, over as many steps as it takes."""
+            """Run the episode to its end, over as many steps as it takes."""
             row, on_sample = dict(beginning.row), beginning.on_sample
             group.done[sample] = await scored_episode(self.function, llm, row, on_sample, self._room)
 
         def ended(task: asyncio.Task[None]) -> None:
-            """Notes the end of the task: a cancelled episode is lost, and an error ends all episodes."""
+            """Note the end of the task: a cancelled episode is lost, and an error ends all
+            episodes.
+            """
             self._tasks.discard(task)
             del self._turnstiles[group.place, sample]
             if self._stopped:
@@ -311,22 +348,30 @@ class CarriedEpisodes:
         task.add_done_callback(ended)
 
     def parked(self) -> list[tuple[int, int, Unfinished]]:
-        """Returns place, sample and answer of each episode that is parked with exactly one unfinished answer.
+        """Return place, sample and answer of each episode that is parked with exactly one
+        unfinished answer.
 
         In an episode of several turns, the answer's prompt contains the earlier ones.
         """
         places = self._turnstiles.items()
-        return [(*at, answer) for at, turnstile in places if (answer := turnstile.unfinished) is not None]
+        return [
+            (*at, answer) for at, turnstile in places if (answer := turnstile.unfinished) is not None
+        ]
 
     def kept(self) -> list[CarriedGroup]:
-        """Returns copies of the groups for a checkpoint, between two slices; later slices do not change the copies."""
-        copies = {place: replace(group, done=dict(group.done), unfinished={}) for place, group in self.groups.items()}
+        """Return copies of the groups for a checkpoint, between two slices; later slices do not
+        change the copies.
+        """
+        copies = {
+            place: replace(group, done=dict(group.done), unfinished={})
+            for place, group in self.groups.items()
+        }
         for place, sample, answer in self.parked() if self.function is one_shot else ():
             copies[place].unfinished[sample] = replace(answer, opening=0)
         return [copies[place] for place in sorted(copies)]
 
     async def stop(self) -> None:
-        """Cancels all unfinished episodes."""
+        """Cancel all unfinished episodes."""
         self._stopped = True
         tasks = list(self._tasks)
         for task in tasks:

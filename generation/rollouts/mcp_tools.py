@@ -1,8 +1,10 @@
-"""Tools of MCP servers, through the official SDK: listed once, described to the chat template, called like other tools.
+"""Tools of MCP servers, through the official SDK: listed once, described to the chat template,
+called like other tools.
 
-A server is started, or connected to, when a trajectory first calls one of its tools. It is ended with the trajectory
-or, where its session is shared, with the run. It inherits only a few environment variables such as PATH and HOME
-(`mcp.client.stdio.get_default_environment`). `Output` limits how much it may write, `list_tools` how many tools it has.
+A server is started, or connected to, when a trajectory first calls one of its tools. It is ended
+with the trajectory or, where its session is shared, with the run. It inherits only a few
+environment variables such as PATH and HOME (`mcp.client.stdio.get_default_environment`). `Output`
+limits how much it may write, `list_tools` how many tools it has.
 """
 
 import asyncio
@@ -39,7 +41,9 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")  # MCP's rule for names of tools (S
 
 @dataclass(frozen=True)
 class McpServer:
-    """An MCP server that is started by a command or reached at a URL; if `shared`, all trajectories use one session."""
+    """An MCP server that is started by a command or reached at a URL; if `shared`, all trajectories
+    use one session.
+    """
 
     name: str
     command: Sequence[str] = ()
@@ -50,7 +54,9 @@ class McpServer:
 
 @dataclass
 class Output:
-    """Counts a server's output since the last request to it. `refused` says why it is no longer read, if it is not."""
+    """Counts a server's output since the last request to it. `refused` says why it is no longer
+    read, if it is not.
+    """
 
     server: str
     characters: int = 0
@@ -59,10 +65,12 @@ class Output:
     refused: str = ""
 
     def take(self, text: str) -> bool:
-        """Count text that the server has written. Returns False where it has written too much."""
+        """Count text that the server has written. Return False where it has written too much."""
         self.characters, self.lines = self.characters + len(text), self.lines + text.count("\n")
         if self.characters > _MOST_BYTES or self.lines > _MOST_LINES:
-            self.refused = f"it wrote more than {_MOST_BYTES >> 20} MiB or {_MOST_LINES} lines instead of an answer"
+            self.refused = (
+                f"it wrote more than {_MOST_BYTES >> 20} MiB or {_MOST_LINES} lines instead of an answer"
+            )
         return not self.refused
 
 
@@ -70,7 +78,9 @@ _OUTPUT: ContextVar[Output] = ContextVar("the output of the server that this tas
 
 
 def list_tools(servers: Sequence[McpServer]) -> dict[str, list[dict[str, Any]]]:
-    """Returns each server's tools by its name, in the form of OpenAI's API. Raises ValueError naming a bad server."""
+    """Return each server's tools by its name, in the form of OpenAI's API. Raises ValueError naming
+    a bad server.
+    """
     return {server.name: _list_tools(server) for server in servers}
 
 
@@ -78,14 +88,17 @@ def _list_tools(server: McpServer) -> list[dict[str, Any]]:
     output = Output(server.name)
 
     async def ask(errors: IO[bytes]) -> list[dict[str, Any]]:
-        """Returns the server's tools, which it lists page by page."""
+        """Return the server's tools, which it lists page by page."""
         _OUTPUT.set(output)
         tools: list[dict[str, Any]] = []
         async with asyncio.timeout(_LIST_SECONDS), _client(server, errors) as client:
             cursor = None
             for _ in range(_MOST_PAGES):
                 page = await client.list_tools(cursor=cursor)
-                tools += [tool_schema(tool.name, tool.description or "", tool.input_schema) for tool in page.tools]
+                tools += [
+                    tool_schema(tool.name, tool.description or "", tool.input_schema)
+                    for tool in page.tools
+                ]
                 if (cursor := page.next_cursor) is None:
                     break
         if cursor is not None or len(tools) > _MOST_TOOLS:
@@ -98,9 +111,14 @@ def _list_tools(server: McpServer) -> list[dict[str, Any]]:
             return asyncio.run(ask(copier.input))
         except Exception as error:  # the SDK may raise anything where the program is not an MCP server
             late = f"it took more than {_LIST_SECONDS:g} s" if isinstance(error, TimeoutError) else ""
-            reason, output_end = output.refused or late or _first_error(error), " ".join(copier.end().split())[-200:]
+            reason, output_end = (
+                output.refused or late or _first_error(error),
+                " ".join(copier.end().split())[-200:],
+            )
             reason += f"; it last printed: {output_end}" if output_end else ""
-            raise ValueError(f"the MCP server {server.name!r} does not list its tools: {reason}") from error
+            raise ValueError(
+                f"the MCP server {server.name!r} does not list its tools: {reason}"
+            ) from error
 
 
 def _check_names(tools: list[dict[str, Any]]) -> None:
@@ -118,7 +136,11 @@ def _first_error(error: BaseException) -> str:
         error = error.exceptions[0]
     detail = " ".join(str(error).split())[:300]
     return (
-        detail if type(error) is ValueError else f"{type(error).__name__}: {detail}" if detail else type(error).__name__
+        detail
+        if type(error) is ValueError
+        else f"{type(error).__name__}: {detail}"
+        if detail
+        else type(error).__name__
     )
 
 
@@ -127,14 +149,16 @@ def _client(server: McpServer, errors: IO[bytes]) -> "Client":
 
     if server.url is not None:
         return Client(server.url)
-    parameters = StdioServerParameters(command=server.command[0], args=[*server.command[1:]], env=dict(server.env))
+    parameters = StdioServerParameters(
+        command=server.command[0], args=[*server.command[1:]], env=dict(server.env)
+    )
     return Client(_bounded_stdio().stdio_client(parameters, errlog=errors))
 
 
 @functools.cache
 def _bounded_stdio() -> Any:
-    """Returns the SDK's module for servers that are started, with another reader. The SDK's own (2.3) reads without
-    limit; this one ends a server's output where it is too long.
+    """Return the SDK's module for servers that are started, with another reader. The SDK's own
+    (2.3) reads without limit; this one ends a server's output where it is too long.
     """
     import anyio
     from mcp.client import stdio
@@ -153,8 +177,8 @@ def _bounded_stdio() -> Any:
 
 
 def _one_line(record: logging.LogRecord) -> bool:
-    """Filters the SDK's log, which has a traceback for each line that is not a message: only a server's first is kept,
-    as one line.
+    """Filter the SDK's log, which has a traceback for each line that is not a message: only a
+    server's first is kept, as one line.
     """
     output = _OUTPUT.get(None)
     if output is None or not record.exc_info:
@@ -162,7 +186,10 @@ def _one_line(record: logging.LogRecord) -> bool:
     first, output.warned = not output.warned, True
     error, record.exc_info, record.args = record.exc_info[1], None, ()
     detail = " ".join(str(error).split())[:200]
-    record.msg = f"the MCP server {output.server!r} writes lines that are not messages; the first of them: {detail}"
+    record.msg = (
+        f"the MCP server {output.server!r} writes lines that are not messages; the first of them: "
+        f"{detail}"
+    )
     return first
 
 
@@ -173,7 +200,9 @@ class McpTool(Tool):
 
 
 class _Session:
-    """One connection to a server. The SDK requires the task that opened it to close it, so a session has a task."""
+    """One connection to a server. The SDK requires the task that opened it to close it, so a
+    session has a task.
+    """
 
     def __init__(self, server: McpServer, log: Path) -> None:
         self.ended = False  # True once the server has ended by itself
@@ -191,17 +220,21 @@ class _Session:
                 async with _client(server, copier.input) as client:
                     self._client.set_result(client)
                     await self._stop.wait()
-        except Exception as error:  # callers get it while they wait for the client; afterwards nobody does
+        except Exception as error:
+            # callers get it while they wait for the client; afterwards nobody does
             if not self._client.done():
                 self._client.set_exception(
                     RuntimeError(f"the MCP server {server.name!r} failed: {_first_error(error)}")
                 )
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Calls a tool. Returns its reply as text, or raises RuntimeError with it where the reply is an error."""
+        """Call a tool. Return its reply as text, or raise RuntimeError with it where the reply is
+        an error.
+        """
         from mcp import MCPError
 
-        to_json([[[[arguments]]]])  # in a message, what cannot be written would end the connection for all episodes
+        # In a message, what cannot be written would end the connection for all episodes
+        to_json([[[[arguments]]]])
         client = await asyncio.shield(self._client)
         self.output.characters = self.output.lines = 0
         try:
@@ -209,7 +242,9 @@ class _Session:
         except MCPError as error:
             self.ended |= error.code == _CONNECTION_CLOSED
             if self.ended and self.output.refused:
-                raise RuntimeError(f"the MCP server {self.output.server!r}: {self.output.refused}") from error
+                raise RuntimeError(
+                    f"the MCP server {self.output.server!r}: {self.output.refused}"
+                ) from error
             raise
         text = "\n".join(getattr(part, "text", None) or f"[{part.type}]" for part in result.content)
         if result.is_error:
@@ -228,15 +263,22 @@ class _Session:
 class McpTools:
     """The tools of all servers, for the trajectories of one engine. Use it on one event loop."""
 
-    def __init__(self, servers: Sequence[McpServer], listed: Mapping[str, list[dict[str, Any]]], log: Path) -> None:
-        """Make the tools that `list_tools` has `listed`. The servers' standard error goes to `log`."""
+    def __init__(
+        self, servers: Sequence[McpServer], listed: Mapping[str, list[dict[str, Any]]], log: Path
+    ) -> None:
+        """Make the tools that `list_tools` has `listed`. The servers' standard error goes to
+        `log`.
+        """
         self._log = log
         self._shared: dict[str, _Session] = {}
         self._of_trajectory: ContextVar[dict[str, _Session]] = ContextVar("sessions of this trajectory")
         self.tools = [self._tool(server, schema) for server in servers for schema in listed[server.name]]
 
     def _tool(self, server: McpServer, schema: dict[str, Any]) -> Tool:
-        name, parameters = schema["function"]["name"], schema["function"]["parameters"].get("properties", {})
+        name, parameters = (
+            schema["function"]["name"],
+            schema["function"]["parameters"].get("properties", {}),
+        )
 
         async def function(**arguments: Any) -> str:
             return await (await self._session(server)).call(name, arguments)
@@ -244,7 +286,9 @@ class McpTools:
         return McpTool(name, function, schema, tuple(parameters), BaseModel)
 
     async def _session(self, server: McpServer) -> _Session:
-        """Returns this trajectory's session, or the shared one. A session that has ended is replaced by a new one."""
+        """Return this trajectory's session, or the shared one. A session that has ended is replaced
+        by a new one.
+        """
         sessions = self._shared if server.shared else self._of_trajectory.get()
         session = sessions.get(server.name)
         if session is None or session.ended or session.output.refused or session.task.done():
@@ -255,9 +299,13 @@ class McpTools:
         return sessions[server.name]
 
     def around(self, function: RolloutFunction) -> RolloutFunction:
-        """Returns a rollout function with separate sessions for each episode, which end with the episode."""
+        """Return a rollout function with separate sessions for each episode, which end with the
+        episode.
+        """
 
-        async def run(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory | list[Trajectory]:
+        async def run(
+            llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings
+        ) -> Trajectory | list[Trajectory]:
             sessions: dict[str, _Session] = {}
             token = self._of_trajectory.set(sessions)
             try:

@@ -1,10 +1,13 @@
-"""Level 5: samplers, which get the interface of `vllm.LLM` and all prompts of an engine's share at once.
+"""Level 5: samplers, which get the interface of `vllm.LLM` and all prompts of an engine's share at
+once.
 
-A sampler is called with `(llm, prompts, sampling_params)`, or has a `generate` method that is. It returns one result
-for each prompt: vLLM's `RequestOutput`, or a list of token ids. All of its calls are recorded: the trajectory of an
-answer begins where its conversation began, and all tokens that the sampler put between answers are masked.
+A sampler is called with `(llm, prompts, sampling_params)`, or has a `generate` method that is. It
+returns one result for each prompt: vLLM's `RequestOutput`, or a list of token ids. All of its calls
+are recorded: the trajectory of an answer begins where its conversation began, and all tokens that
+the sampler put between answers are masked.
 
-A sampler that waits for all prompts before the next turn leaves the engine idle, which levels 2 to 4 do not.
+A sampler that waits for all prompts before the next turn leaves the engine idle, which levels 2 to
+4 do not.
 """
 
 import asyncio
@@ -19,7 +22,14 @@ from generation.importing import load
 from generation.rollouts.episode import RolloutSettings
 from generation.rollouts.sampler_llm import SamplerLLM
 from generation.rollouts.sampler_prompts import PromptText
-from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner, make_tool, parse_hermes, tools_by_name
+from generation.rollouts.tools import (
+    ToolCall,
+    ToolLimits,
+    ToolRunner,
+    make_tool,
+    parse_hermes,
+    tools_by_name,
+)
 from generation.rollouts.user_code import UserTimeout, call_user, described
 from generation.trajectory import Trajectory
 
@@ -30,7 +40,9 @@ if TYPE_CHECKING:
     from generation.engine.engine import Engine
 
 Sampler = Callable[[Any, Any, Any], Any]
-"""Called with (llm, prompts, sampling_params). Returns a list of one result for each prompt, or an awaitable of it."""
+"""Called with (llm, prompts, sampling_params). Returns a list of one result for each prompt, or an
+awaitable of it.
+"""
 
 
 class RolloutSampler(Protocol):
@@ -51,14 +63,19 @@ class OneShotRolloutSampler:
 class FnCallRolloutSampler:
     """A sampler of chats in which the policy may call functions.
 
-    Each of its calls of `llm.chat` is for all conversations that are still open. For another order, derive a class and
-    override `__call__`; `tools` are the schemas for the chat template.
+    Each of its calls of `llm.chat` is for all conversations that are still open. For another order,
+    derive a class and override `__call__`; `tools` are the schemas for the chat template.
     """
 
     def __init__(
-        self, functions: Sequence[Callable[..., Any] | str] = (), max_turns: int = 8, limits: ToolLimits | None = None
+        self,
+        functions: Sequence[Callable[..., Any] | str] = (),
+        max_turns: int = 8,
+        limits: ToolLimits | None = None,
     ) -> None:
-        """Make a sampler with typed functions (see level 2), or their names. Conversations have at most `max_turns`."""
+        """Make a sampler with typed functions (see level 2), or their names. Conversations have at
+        most `max_turns`.
+        """
         loaded = [load(function) if isinstance(function, str) else function for function in functions]
         self._tools = tools_by_name(map(make_tool, loaded))
         self._max_turns = max_turns
@@ -70,15 +87,22 @@ class FnCallRolloutSampler:
         return [tool.schema for tool in self._tools.values()]
 
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> "list[RequestOutput]":
-        """Return the last output of each conversation. Earlier outputs are in its trajectory as well."""
-        chats = [list(getattr(p, "messages", None) or [{"role": "user", "content": str(p)}]) for p in prompts]
+        """Return the last output of each conversation. Earlier outputs are in its trajectory as
+        well.
+        """
+        chats = [
+            list(getattr(p, "messages", None) or [{"role": "user", "content": str(p)}]) for p in prompts
+        ]
         results: dict[int, Any] = dict.fromkeys(range(len(chats)))
         still_open = list(results)
         for turn in range(self._max_turns):
             chosen = [chats[i] for i in still_open]
-            outputs = llm.chat(messages=chosen, sampling_params=sampling_params, use_tqdm=False, tools=self.tools)
+            outputs = llm.chat(
+                messages=chosen, sampling_params=sampling_params, use_tqdm=False, tools=self.tools
+            )
             results |= zip(still_open, outputs, strict=True)
-            ended = [i for i in still_open if results[i].outputs[0].finish_reason == "stop"]  # not inside a call
+            # Not inside a call
+            ended = [i for i in still_open if results[i].outputs[0].finish_reason == "stop"]
             calls = {i: parse_hermes(results[i].outputs[0].text) for i in ended}
             still_open = [i for i in calls if calls[i]]
             if not still_open or turn + 1 == self._max_turns:
@@ -90,19 +114,26 @@ class FnCallRolloutSampler:
                 chats[i] += [{"role": "tool", "content": text} for text in texts]
         return list(results.values())
 
-    async def _replies(self, tokenizer: Any, asked: list[tuple[list[ToolCall], dict[str, float]]]) -> list[list[Any]]:
-        """Runs the calls of all conversations at once. Returns the replies; errors become replies, and are counted."""
+    async def _replies(
+        self, tokenizer: Any, asked: list[tuple[list[ToolCall], dict[str, float]]]
+    ) -> list[list[Any]]:
+        """Run the calls of all conversations at once. Return the replies; errors become replies,
+        and are counted.
+        """
         runner = ToolRunner(self._limits, tokenizer)
-        return list(await asyncio.gather(*(runner.run(self._tools, calls, metrics) for calls, metrics in asked)))
+        return list(
+            await asyncio.gather(*(runner.run(self._tools, calls, metrics) for calls, metrics in asked))
+        )
 
 
 def make_sampler(
     named: Any, kwargs: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
 ) -> Sampler:
-    """Returns the sampler that a recipe names: an object of a class, made with `kwargs`; an object; or a function.
+    """Return the sampler that a recipe names: an object of a class, made with `kwargs`; an object;
+    or a function.
 
-    Raises ValueError where it can neither be called nor has a `generate` method. Where it has a method `check_recipe`,
-    that is called with the `recipe`, a mapping of sections, and may raise.
+    Raises ValueError where it can neither be called nor has a `generate` method. Where it has a
+    method `check_recipe`, that is called with the `recipe`, a mapping of sections, and may raise.
     """
     made = named(**(kwargs or {})) if isinstance(named, type) else named
     if kwargs and not isinstance(named, type):
@@ -114,7 +145,8 @@ def make_sampler(
     if callable(generate := getattr(made, "generate", None)):
         return generate  # type: ignore[no-any-return]
     raise ValueError(
-        f"{named!r:.100} is not a sampler: make it, or its `generate`, callable with (llm, prompts, sampling_params)"
+        f"{named!r:.100} is not a sampler: make it, or its `generate`, callable with (llm, prompts, "
+        "sampling_params)"
     )
 
 
@@ -128,12 +160,14 @@ async def sample_batch(
     timeout: float = 3600.0,
     rules: ImageRules | None = None,
 ) -> list[Trajectory]:
-    """Has a sampler answer a batch, and scores its trajectories. Returns them in the order of the batch.
+    """Have a sampler answer a batch, and score its trajectories. Return them in the order of the
+    batch.
 
-    Runs on the engine's event loop, while the sampler runs on a separate thread. An error that the sampler raises fails
-    every episode of the batch. The rollout ends where the engine fails, or the sampler takes longer than `timeout`
-    seconds, but not where requests fail. `rules`: how images are treated; None: there are none. Raises ValueError
-    naming the index of the first result that does not fit.
+    Runs on the engine's event loop, while the sampler runs on a separate thread. An error that the
+    sampler raises fails every episode of the batch. The rollout ends where the engine fails, or the
+    sampler takes longer than `timeout` seconds, but not where requests fail. `rules`: how images
+    are treated; None: there are none. Raises ValueError naming the index of the first result that
+    does not fit.
     """
     engine.state.check_can_generate(settings.policy_version)
     if not batch:
@@ -141,7 +175,9 @@ async def sample_batch(
     llm = SamplerLLM(engine, tokenizer, settings, asyncio.get_running_loop(), batch, timeout, rules)
 
     def call() -> Any:
-        """Return the sampler's result. A coroutine is run on a new event loop, on the sampler's thread."""
+        """Return the sampler's result. A coroutine is run on a new event loop, on the sampler's
+        thread.
+        """
         result = sampler(llm, list(batch), llm.sampling_params)
         return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
@@ -153,9 +189,15 @@ async def sample_batch(
         if llm.fatal is not None:
             raise llm.fatal from error
         version = settings.policy_version
-        failures = [Trajectory(p.prompt_index, p.sample_index, p.token_ids, weight_version=version) for p in batch]
+        failures = [
+            Trajectory(p.prompt_index, p.sample_index, p.token_ids, weight_version=version)
+            for p in batch
+        ]
         for failure in failures:
-            failure.finish_reason, failure.error = "error", f"the sampler raised {described(with_remedy(error))}"
+            failure.finish_reason, failure.error = (
+                "error",
+                f"the sampler raised {described(with_remedy(error))}",
+            )
             await on_sample(failure)
         return failures
     finally:
@@ -170,36 +212,59 @@ async def sample_batch(
 
 
 def trajectories(returned: Any, batch: Sequence[PromptText], history: History) -> list[Trajectory]:
-    """Return the trajectories of a sampler's results, one for each prompt of the batch. Raises ValueError where results
-    are missing, too many, None, of an unknown type, or not sampled by the policy.
+    """Return the trajectories of a sampler's results, one for each prompt of the batch. Raises
+    ValueError where results are missing, too many, None, of an unknown type, or not sampled by the
+    policy.
     """
     if returned is None or isinstance(returned, str | Mapping) or not hasattr(returned, "__len__"):
-        raise ValueError(f"the sampler returned {returned!r:.60} instead of a list with {len(batch)} results")
+        raise ValueError(
+            f"the sampler returned {returned!r:.60} instead of a list with {len(batch)} results"
+        )
     if len(returned) != len(batch):
         index = min(len(returned), len(batch))
-        what = f"nothing for prompt {index}" if len(returned) < len(batch) else f"result {index} has no prompt"
-        raise ValueError(f"the sampler returned {len(returned)} results for {len(batch)} prompts: {what}")
+        what = (
+            f"nothing for prompt {index}"
+            if len(returned) < len(batch)
+            else f"result {index} has no prompt"
+        )
+        raise ValueError(
+            f"the sampler returned {len(returned)} results for {len(batch)} prompts: {what}"
+        )
     by_place = {prompt.place: prompt for prompt in batch}
     return [_trajectory(returned[i], i, prompt, history, by_place) for i, prompt in enumerate(batch)]
 
 
 def _trajectory(
-    result: Any, index: int, prompt: PromptText, history: History, by_place: Mapping[tuple[int, int], PromptText]
+    result: Any,
+    index: int,
+    prompt: PromptText,
+    history: History,
+    by_place: Mapping[tuple[int, int], PromptText],
 ) -> Trajectory:
-    """Return the trajectory of one result. `by_place` has the batch's prompts by prompt and sample index."""
+    """Return the trajectory of one result. `by_place` has the batch's prompts by prompt and sample
+    index.
+    """
     if result is None:
         raise ValueError(f"the sampler returned None for prompt {index}")
     with subject(f"the sampler's result {index}"):
         is_output = hasattr(result, "outputs")
-        answer, length = _answer_of(result, history) if is_output else _answer_with(result, index, history)
+        answer, length = (
+            _answer_of(result, history) if is_output else _answer_with(result, index, history)
+        )
     answered = by_place.get(answer.chain[0].place, prompt)
-    if answered.token_ids != prompt.token_ids:  # samples of one prompt, or of equal prompts, may be swapped
+    if answered.token_ids != prompt.token_ids:
+        # samples of one prompt, or of equal prompts, may be swapped
         swapped = f"answers prompt {answered.prompt_index}, not prompt {prompt.prompt_index}"
         raise ValueError(f"the sampler's result {index} {swapped}: keep the order of the prompts")
     if wrong := next((a.off_policy for a in answer.chain if a.off_policy), ""):
-        remedy = "clone the sampling_params that it is given and change only max_tokens, stop and the like"
-        raise ValueError(f"the sampler's result {index} was not sampled as training asks: {wrong}; {remedy}")
-    # Where an answer had no room, its prompt is too long to be trained on: the trajectory ends with the answer before.
+        remedy = (
+            "clone the sampling_params that it is given and change only max_tokens, stop and the like"
+        )
+        raise ValueError(
+            f"the sampler's result {index} was not sampled as training asks: {wrong}; {remedy}"
+        )
+    # Where an answer had no room, its prompt is too long to be trained on: the trajectory ends with
+    # the answer before.
     done = joined(answer.chain if answer.token_ids or answer.parent is None else answer.parent.chain)
     if length is not None:
         for values in (done.response_ids, done.loss_mask, done.logprobs):
@@ -212,7 +277,9 @@ def _trajectory(
         done.images, done.image_spans = done.images[: len(complete)], tuple(complete)
     aborted = answer.finish_reason not in ("stop", "length")
     done.finish_reason = "error" if aborted else answer.finish_reason
-    done.error = answer.error or (f"vLLM ended the request with {answer.finish_reason!r}" if aborted else "")
+    done.error = answer.error or (
+        f"vLLM ended the request with {answer.finish_reason!r}" if aborted else ""
+    )
     done.prompt_index, done.sample_index = prompt.place
     done.metrics |= prompt.metrics
     done.decoded = prompt.decoded
@@ -220,9 +287,13 @@ def _trajectory(
 
 
 def _answer_of(output: Any, history: History) -> tuple[Generation, int | None]:
-    """Return the answer of an output, and the length to which its trajectory is cut. Raises ValueError."""
+    """Return the answer of an output, and the length to which its trajectory is cut. Raises
+    ValueError.
+    """
     if len(output.outputs) != 1:
-        raise ValueError(f"has {len(output.outputs)} answers: return one, since each prompt is there for each sample")
+        raise ValueError(
+            f"has {len(output.outputs)} answers: return one, since each prompt is there for each sample"
+        )
     same, token_ids = (output.request_id, output.outputs[0].index), list(output.outputs[0].token_ids)
     answer = next((a for a in reversed(history.generations) if (a.request_id, a.index) == same), None)
     if answer is None:
@@ -235,15 +306,18 @@ def _answer_of(output: Any, history: History) -> tuple[Generation, int | None]:
 
 
 def _answer_with(result: Any, index: int, history: History) -> tuple[Generation, int | None]:
-    """Return the answer that a list of ids stands for, and the length to which its trajectory is cut.
+    """Return the answer that a list of ids stands for, and the length to which its trajectory is
+    cut.
 
-    The ids are those of a conversation's last answer, or the beginning of all its ids after the first prompt. Raises
-    ValueError.
+    The ids are those of a conversation's last answer, or the beginning of all its ids after the
+    first prompt. Raises ValueError.
     """
     try:
         token_ids = [int(token) for token in result]
     except (TypeError, ValueError):
-        raise ValueError(f"is {result!r:.60}, but should be a RequestOutput or a list of token ids") from None
+        raise ValueError(
+            f"is {result!r:.60}, but should be a RequestOutput or a list of token ids"
+        ) from None
     nearby = sorted(history.generations, key=lambda answer: answer.position != index)
     for answer in nearby:
         if answer.token_ids == token_ids:

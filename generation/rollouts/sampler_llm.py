@@ -1,7 +1,9 @@
-"""The policy with the interface of `vllm.LLM`, for samplers (level 5): blocking `generate` and `chat`.
+"""The policy with the interface of `vllm.LLM`, for samplers (level 5): blocking `generate` and
+`chat`.
 
-The sampler runs on a separate thread, while the engine's event loop serves all requests of a call at once. The sampler
-gets vLLM's own outputs. Each output is recorded, so that the sampler's results can be recognised at the end.
+The sampler runs on a separate thread, while the engine's event loop serves all requests of a call
+at once. The sampler gets vLLM's own outputs. Each output is recorded, so that the sampler's results
+can be recognised at the end.
 """
 
 import asyncio
@@ -30,20 +32,29 @@ if TYPE_CHECKING:
 
     _Work = Coroutine[Any, Any, list[RequestOutput]]
 
-# The parameters that change the sampling distribution; answers that are trained on need training's values.
+# The parameters that change the sampling distribution; answers that are trained on need training's
+# values.
 _DISTRIBUTION = (
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *(
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+    ),
     *("min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"),
 )
 
 
 class SamplerLLM:
-    """The policy as a `vllm.LLM` for one batch. Its methods block: do not call them on the engine's event loop.
+    """The policy as a `vllm.LLM` for one batch. Its methods block: do not call them on the engine's
+    event loop.
 
-    Attributes:
-        sampling_params: the parameters for calls without any; training's, or evaluation's during an evaluation.
-        history: all answers so far.
-        fatal: the engine's own error, if there was one; it ends the rollout even if the sampler catches it.
+    Attributes: sampling_params: the parameters for calls without any; training's, or evaluation's
+        during an evaluation. history: all answers so far. fatal: the engine's own error, if there
+        was one; it ends the rollout even if the sampler catches it.
     """
 
     def __init__(
@@ -56,8 +67,8 @@ class SamplerLLM:
         timeout: float = 3600.0,
         rules: ImageRules | None = None,
     ) -> None:
-        """Make an LLM for `batch` on an engine that runs on `loop`. A call may take `timeout` seconds. `rules`: how
-        images are treated; None: prompts have no images.
+        """Make an LLM for `batch` on an engine that runs on `loop`. A call may take `timeout`
+        seconds. `rules`: how images are treated; None: prompts have no images.
         """
         self.engine = engine
         self.tokenizer = tokenizer
@@ -76,39 +87,40 @@ class SamplerLLM:
         self._numbers = itertools.count()
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The model's tokenizer."""
+        """Return the model's tokenizer."""
         return self.tokenizer
 
-    def generate(self, prompts: Any = None, sampling_params: Any = None, **options: Any) -> "list[RequestOutput]":
-        """Returns one output for each prompt, in order, as `vllm.LLM.generate` does.
+    def generate(
+        self, prompts: Any = None, sampling_params: Any = None, **options: Any
+    ) -> "list[RequestOutput]":
+        """Return one output for each prompt, in order, as `vllm.LLM.generate` does.
 
-        A prompt that leaves no room, or that vLLM refuses, gets an output without tokens, whose finish reason is
-        "length" or "error", so that the outputs of other prompts are not lost.
+        A prompt that leaves no room, or that vLLM refuses, gets an output without tokens, whose
+        finish reason is "length" or "error", so that the outputs of other prompts are not lost.
 
-        Args:
-            prompts: a text, a list of ids, a dictionary with `prompt_token_ids` or `prompt`, or a list of these. The
-                dictionary's `multi_modal_data` may have all images of a prompt, as `image`. A text has one of the
-                model's placeholders for each image; ids have as many as the image takes.
-            sampling_params: vLLM's, or a list with one for each prompt, or None for `self.sampling_params`.
-            options: `prompt_token_ids` instead of prompts; `use_tqdm` is accepted and ignored.
+        Args: prompts: a text, a list of ids, a dictionary with `prompt_token_ids` or `prompt`, or a
+            list of these. The dictionary's `multi_modal_data` may have all images of a prompt, as
+            `image`. A text has one of the model's placeholders for each image; ids have as many as
+            the image takes. sampling_params: vLLM's, or a list with one for each prompt, or None
+            for `self.sampling_params`. options: `prompt_token_ids` instead of prompts; `use_tqdm`
+            is accepted and ignored.
         """
         return self._wait(self._generate(prompts, sampling_params, options))
 
     async def generate_async(
         self, prompts: Any = None, sampling_params: Any = None, **options: Any
     ) -> "list[RequestOutput]":
-        """Does the same as `generate`, for samplers that are coroutines."""
+        """Do the same as `generate`, for samplers that are coroutines."""
         return await asyncio.wrap_future(self._submit(self._generate(prompts, sampling_params, options)))
 
     def chat(self, messages: Any, sampling_params: Any = None, **options: Any) -> "list[RequestOutput]":
-        """Returns one output for each conversation, in order, as `vllm.LLM.chat` does.
+        """Return one output for each conversation, in order, as `vllm.LLM.chat` does.
 
-        Args:
-            messages: one conversation, or a list of them. An earlier answer that a conversation continues keeps the ids
-                that were sampled; the assistant's message may have its text, the end of its text, or its tool calls.
-                Parts of messages may be images, as in rows.
-            sampling_params: as for `generate`.
-            options: `tools` (OpenAI schemas), `chat_template_kwargs`; `use_tqdm` is accepted and ignored.
+        Args: messages: one conversation, or a list of them. An earlier answer that a conversation
+            continues keeps the ids that were sampled; the assistant's message may have its text,
+            the end of its text, or its tool calls. Parts of messages may be images, as in rows.
+            sampling_params: as for `generate`. options: `tools` (OpenAI schemas),
+            `chat_template_kwargs`; `use_tqdm` is accepted and ignored.
         """
         options = _options(options, "tools", "chat_template_kwargs")
         kwargs = options.get("chat_template_kwargs") or {}
@@ -117,11 +129,15 @@ class SamplerLLM:
 
     @contextmanager
     def update_sampling_params(self, **changes: Any) -> "Iterator[SamplingParams]":
-        """Changes fields of `sampling_params` for the length of a block. Raises ValueError for an unknown field."""
+        """Change fields of `sampling_params` for the length of a block. Raises ValueError for an
+        unknown field.
+        """
         check_request(changes)
         before = self.sampling_params
         if unknown := sorted(name for name in changes if not hasattr(before, name)):
-            raise ValueError(f"update_sampling_params: vLLM's SamplingParams has no {', '.join(unknown)}")
+            raise ValueError(
+                f"update_sampling_params: vLLM's SamplingParams has no {', '.join(unknown)}"
+            )
         self.sampling_params = before.clone()
         for name, value in changes.items():
             setattr(self.sampling_params, name, value)
@@ -131,7 +147,9 @@ class SamplerLLM:
             self.sampling_params = before
 
     def close(self) -> None:
-        """End the calls that still wait, and refuse further calls, so that a sampler that was given up ends."""
+        """End the calls that still wait, and refuse further calls, so that a sampler that was given
+        up ends.
+        """
         self._closed = True
         for future in list(self._running):
             future.cancel()
@@ -156,7 +174,9 @@ class SamplerLLM:
         return waited_for(self._submit(work), self._timeout, "a call of the sampler")
 
     def _params(self, params_of_call: Any, count: int) -> "list[SamplingParams]":
-        """Returns copies that request the final output only, with log-probabilities and text, as trajectories need."""
+        """Return copies that request the final output only, with log-probabilities and text, as
+        trajectories need.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -166,7 +186,9 @@ class SamplerLLM:
             else [params_of_call] * count
         )
         if len(listed) != count:
-            raise ValueError(f"{count} prompts have {len(listed)} sampling_params: give one for all, or one for each")
+            raise ValueError(
+                f"{count} prompts have {len(listed)} sampling_params: give one for all, or one for each"
+            )
         copies = list[SamplingParams]()
         for params in listed:
             if isinstance(params, Mapping):
@@ -177,39 +199,50 @@ class SamplerLLM:
             copies[-1].output_kind = RequestOutputKind.FINAL_ONLY
         return copies
 
-    async def _run(self, requests: list[Request], params: "list[SamplingParams]") -> "list[RequestOutput]":
+    async def _run(
+        self, requests: list[Request], params: "list[SamplingParams]"
+    ) -> "list[RequestOutput]":
         return list(await asyncio.gather(*map(self._one, requests, params)))
 
     async def _one(self, request: Request, params: "SamplingParams") -> "RequestOutput":
-        """Samples one request, records its answers in the history, and returns its output.
+        """Sample one request, record its answers in the history, and return its output.
 
         The seed depends on prompt, sample and the number of the call only.
         """
         settings, call = self.settings, self._calls[request.place]
         self._calls[request.place] += 1
         longest = params.max_tokens or self.engine.settings.max_model_len
-        params.max_tokens = response_budget(len(request.input.ids), longest, self.engine.settings.max_model_len)
+        params.max_tokens = response_budget(
+            len(request.input.ids), longest, self.engine.settings.max_model_len
+        )
         if params.seed is None and params.temperature > 0:
             params.seed = sample_seed(settings.seed, settings.step, *request.place, call)
         output, error = await self._sample(request, params)
         output.prompt = output.prompt or str(request.text)
         for generation in generations_of(output, settings.policy_version):
-            generation.position, generation.place, generation.parent = request.position, request.place, request.parent
+            generation.position, generation.place, generation.parent = (
+                request.position,
+                request.place,
+                request.parent,
+            )
             generation.off_policy, generation.error = off_policy(params, self._training), error
             generation.images, generation.image_spans = request.input.images, request.input.spans
             self.history.add(generation, request.messages)
         return output
 
     async def _sample(self, request: Request, params: "SamplingParams") -> "tuple[RequestOutput, str]":
-        """Returns the engine's output, or an output without tokens and the reason for it."""
+        """Return the engine's output, or an output without tokens and the reason for it."""
         if params.max_tokens == 0:
             count, limit = len(request.input.ids), self.engine.settings.max_model_len
             problem = "" if request.parent else f"a prompt of {count} tokens leaves no room in {limit}"
             return self._without_tokens(request, "length"), problem
         try:
             prompt = await self.engine.prompt(request.input)
-            return await self.engine.request(prompt, params, policy_version=self.settings.policy_version), ""
-        except ImageCountError as error:  # the model's files are to blame, so every other prompt would fail, too
+            return await self.engine.request(
+                prompt, params, policy_version=self.settings.policy_version
+            ), ""
+        except ImageCountError as error:
+            # the model's files are to blame, so every other prompt would fail, too
             self.fatal = error
             raise
         except request_errors() as error:
@@ -227,18 +260,24 @@ class SamplerLLM:
 
 
 def off_policy(params: "SamplingParams", training: "SamplingParams") -> str:
-    """Returns how `params` differ from training's distribution, as "temperature is 0.5 instead of 1.0"; "" if not."""
+    """Return how `params` differ from training's distribution, as "temperature is 0.5 instead of
+    1.0"; "" if not.
+    """
 
     def value(of: "SamplingParams", name: str) -> Any:
         setting = getattr(of, name)
         return max(setting, 0) if name == "top_k" else setting or 0
 
     different = [name for name in _DISTRIBUTION if value(params, name) != value(training, name)]
-    return ", ".join(f"{name} is {getattr(params, name)} instead of {getattr(training, name)}" for name in different)
+    return ", ".join(
+        f"{name} is {getattr(params, name)} instead of {getattr(training, name)}" for name in different
+    )
 
 
 def _options(options: dict[str, Any], *allowed: str) -> dict[str, Any]:
-    """Checks and returns the options of a call. Raises ValueError naming one that is not supported."""
+    """Check and return the options of a call. Raises ValueError naming one that is not
+    supported.
+    """
     check_request(options)
     if unknown := sorted(set(options) - {"use_tqdm", *allowed}):
         raise ValueError(f"llm.generate and llm.chat take no {', '.join(unknown)} here")

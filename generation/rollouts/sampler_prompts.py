@@ -1,6 +1,7 @@
 """The prompts that a sampler (level 5) gets, and the requests that it makes.
 
-Requests come in all forms that vLLM accepts. Where a prompt continues an earlier answer, only the new text is encoded.
+Requests come in all forms that vLLM accepts. Where a prompt continues an earlier answer, only the
+new text is encoded.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,14 +22,12 @@ Messages = list[dict[str, Any]]
 class PromptText(str):
     """An entry of a sampler's `prompts`: the prompt's text, with its ids as an attribute.
 
-    Attributes:
-        token_ids: the prompt's ids, with the chat template applied.
-        prompt_index, sample_index: the trajectory that begins with this prompt; each prompt occurs for every sample.
-        messages: the messages that the prompt was rendered from, or None.
-        row: the dataset's row.
-        metrics: figures of the trajectory by name, which the sampler may fill in.
-        decoded: the answer's text for reports and rewards, which the sampler may set; None: the decoded ids.
-        images, image_spans: as in `Trajectory`; the messages contain the images, too.
+    Attributes: token_ids: the prompt's ids, with the chat template applied. prompt_index,
+        sample_index: the trajectory that begins with this prompt; each prompt occurs for every
+        sample. messages: the messages that the prompt was rendered from, or None. row: the
+        dataset's row. metrics: figures of the trajectory by name, which the sampler may fill in.
+        decoded: the answer's text for reports and rewards, which the sampler may set; None: the
+        decoded ids. images, image_spans: as in `Trajectory`; the messages contain the images, too.
     """
 
     token_ids: list[int]
@@ -57,7 +56,9 @@ class PromptText(str):
         self.row = row or {}
         self.images = images
         self.image_spans = image_spans
-        self.messages = _with_images(split_images(messages, images)[0], images) if messages and images else messages
+        self.messages = (
+            _with_images(split_images(messages, images)[0], images) if messages and images else messages
+        )
         self.prompt_index = prompt_index
         self.sample_index = sample_index
         self.metrics = {}
@@ -79,20 +80,23 @@ def prompt_batch(
     rows: Sequence[Mapping[str, Any]] | None = None,
     images: Sequence[tuple[Sequence[StoredImage], Spans]] | None = None,
 ) -> list[PromptText]:
-    """Returns a sampler's prompts: those at `indices` among `prompts` (ids), each `group_size` times. Raises ValueError
-    where an image's file is gone.
+    """Return a sampler's prompts: those at `indices` among `prompts` (ids), each `group_size`
+    times. Raises ValueError where an image's file is gone.
     """
     batch = list[PromptText]()
     for i in indices:
         text, (stored, spans) = tokenizer.decode(list(prompts[i])), images[i] if images else ((), ())
         read, row = tuple(image.read() for image in stored), rows[i] if rows else None
         chat = messages[i] if messages else None
-        batch += [PromptText(text, prompts[i], i, sample, chat, row, read, spans) for sample in range(group_size)]
+        batch += [
+            PromptText(text, prompts[i], i, sample, chat, row, read, spans)
+            for sample in range(group_size)
+        ]
     return batch
 
 
 def _with_images(messages: Messages, images: Iterable[Image]) -> Messages:
-    """Returns messages with images in the places that `split_images` has left for them."""
+    """Return messages with images in the places that `split_images` has left for them."""
     rest = iter(images)
 
     def filled(part: dict[str, Any]) -> dict[str, Any]:
@@ -100,13 +104,16 @@ def _with_images(messages: Messages, images: Iterable[Image]) -> Messages:
 
     lists = [(message, message.get("content")) for message in messages]
     return [
-        message | ({"content": [*map(filled, parts)]} if isinstance(parts, list) else {}) for message, parts in lists
+        message | ({"content": [*map(filled, parts)]} if isinstance(parts, list) else {})
+        for message, parts in lists
     ]
 
 
 @dataclass
 class Request:
-    """One prompt of a call, ready for the engine. `place`, `position` and `parent` are as in `Generation`."""
+    """One prompt of a call, ready for the engine. `place`, `position` and `parent` are as in
+    `Generation`.
+    """
 
     input: PromptInput
     text: str
@@ -122,7 +129,8 @@ class Request:
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Turns a call's prompts into requests: finds the answers that they continue, and encodes the new text.
+    """Turns a call's prompts into requests: finds the answers that they continue, and encodes the
+    new text.
 
     `rules`: how images are treated; None: prompts have no images.
     """
@@ -134,40 +142,50 @@ class PromptReader:
     rules: ImageRules | None = None
 
     def requests(self, prompts: Any) -> list[Request]:
-        """Make requests of one or several prompts: texts, lists of ids, or dictionaries with `prompt_token_ids` or
-        `prompt`, and `multi_modal_data`.
+        """Make requests of one or several prompts: texts, lists of ids, or dictionaries with
+        `prompt_token_ids` or `prompt`, and `multi_modal_data`.
         """
         one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
         listed = [prompts] if one else list(prompts)
         return [self._request(prompt, i, self._place(i, len(listed))) for i, prompt in enumerate(listed)]
 
-    def chat_requests(self, messages: Any, tools: Any, template_kwargs: Mapping[str, Any]) -> list[Request]:
+    def chat_requests(
+        self, messages: Any, tools: Any, template_kwargs: Mapping[str, Any]
+    ) -> list[Request]:
         """Make requests of one or several conversations."""
         if not messages:
             raise ValueError("llm.chat needs messages: a conversation, or a list of them")
         chats = [messages] if isinstance(messages[0], Mapping) else messages
-        kwargs = {"add_generation_prompt": True} | self.settings.chat_template_kwargs | dict(template_kwargs)
+        kwargs = (
+            {"add_generation_prompt": True} | self.settings.chat_template_kwargs | dict(template_kwargs)
+        )
         return [
             self._chat_request([dict(m) for m in chat], i, self._place(i, len(chats)), tools, kwargs)
             for i, chat in enumerate(chats)
         ]
 
     def _request(self, prompt: Any, position: int, place: tuple[int, int]) -> Request:
-        """Make a request of a prompt in any form. If it continues an answer, it begins with that answer's ids."""
+        """Make a request of a prompt in any form. If it continues an answer, it begins with that
+        answer's ids.
+        """
         sources: Any = []
         if isinstance(prompt, Mapping):
             sources = (prompt.get("multi_modal_data") or {}).get("image") or []
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         images = self._read(sources if isinstance(sources, list | tuple) else [sources])
         if isinstance(prompt, PromptText):
-            return self._checked(Request(self._appended(_input_of(prompt), "", images), prompt, position, prompt.place))
+            return self._checked(
+                Request(self._appended(_input_of(prompt), "", images), prompt, position, prompt.place)
+            )
         if not isinstance(prompt, str):
             prompt = [int(token) for token in prompt]
         parent = self.history.before(prompt, position)
         place = parent.place if parent else place
         if not isinstance(prompt, str):
             prompt_input = self._input_with(prompt, parent, images)
-            return self._checked(Request(prompt_input, self.tokenizer.decode(prompt), position, place, parent))
+            return self._checked(
+                Request(prompt_input, self.tokenizer.decode(prompt), position, place, parent)
+            )
         if parent:
             prompt_input = self._appended(
                 _input_of(parent), prompt[len(parent.prompt_text + parent.text) :], images, parent
@@ -179,9 +197,16 @@ class PromptReader:
         return self._checked(Request(prompt_input, prompt, position, place, parent))
 
     def _chat_request(
-        self, messages: Messages, position: int, place: tuple[int, int], tools: Any, kwargs: dict[str, Any]
+        self,
+        messages: Messages,
+        position: int,
+        place: tuple[int, int],
+        tools: Any,
+        kwargs: dict[str, Any],
     ) -> Request:
-        """Make a request of a conversation; only the messages after the last known answer are rendered."""
+        """Make a request of a conversation; only the messages after the last known answer are
+        rendered.
+        """
         images: tuple[Image, ...] = ()
         plain = messages
         if self.rules is not None:
@@ -194,13 +219,19 @@ class PromptReader:
             text = self.tokenizer.decode(prompt_input.ids)
             return self._checked(Request(prompt_input, text, position, parent.place, parent, messages))
         # A conversation that equals one of the batch's prompts gets that prompt's ids.
-        same = [] if tools is not None else [prompt for prompt in self.batch if prompt.messages == messages]
+        same = (
+            [] if tools is not None else [prompt for prompt in self.batch if prompt.messages == messages]
+        )
         if same:
             prompt_of_batch = next((prompt for prompt in same if prompt.place == place), same[0])
-            return Request(_input_of(prompt_of_batch), prompt_of_batch, position, place, messages=messages)
+            return Request(
+                _input_of(prompt_of_batch), prompt_of_batch, position, place, messages=messages
+            )
         text = self._rendered(plain, tools=tools, **kwargs)
         return self._checked(
-            Request(self._appended(PromptInput([]), text, images), text, position, place, messages=messages)
+            Request(
+                self._appended(PromptInput([]), text, images), text, position, place, messages=messages
+            )
         )
 
     def _rendered(self, messages: Messages, **kwargs: Any) -> str:
@@ -222,10 +253,11 @@ class PromptReader:
         parent: Generation | None = None,
         special: bool = False,
     ) -> PromptInput:
-        """Return `start` with text appended. Where `start` ends with an answer, `parent`, the text may repeat its end.
+        """Return `start` with text appended. Where `start` ends with an answer, `parent`, the text
+        may repeat its end.
 
-        `images` are empty, or those of `start` and then one for each placeholder in the text. With `special`, the
-        tokenizer adds its special tokens.
+        `images` are empty, or those of `start` and then one for each placeholder in the text. With
+        `special`, the tokenizer adds its special tokens.
         """
         spans: Spans = ()
         if later := _images_after(start, images):
@@ -241,7 +273,9 @@ class PromptReader:
         cut = len(added) - len(kept)
         return start.followed_by(kept, later, tuple((begin - cut, length) for begin, length in spans))
 
-    def _input_with(self, ids: list[int], parent: Generation | None, images: tuple[Image, ...]) -> PromptInput:
+    def _input_with(
+        self, ids: list[int], parent: Generation | None, images: tuple[Image, ...]
+    ) -> PromptInput:
         """Return the input for ids that already have all placeholders of each image."""
         if self.rules is None:
             return PromptInput(ids)
@@ -253,9 +287,16 @@ class PromptReader:
             return start.followed_by(added, later, self.rules.processor.spans(added, later))
 
     def _checked(self, request: Request) -> Request:
-        """Return the request. Raises ValueError where its images, except those of the row, are too large together."""
+        """Return the request. Raises ValueError where its images, except those of the row, are too
+        large together.
+        """
         if self.rules is not None:
-            prompt_images = (image for prompt in self.batch if prompt.place == request.place for image in prompt.images)
+            prompt_images = (
+                image
+                for prompt in self.batch
+                if prompt.place == request.place
+                for image in prompt.images
+            )
             with subject("a prompt"):
                 self.rules.check_bytes(request.input.images, {image.digest for image in prompt_images})
         return request
@@ -263,7 +304,8 @@ class PromptReader:
     def _place(self, position: int, width: int) -> tuple[int, int]:
         """Return the place that decides the seed of a prompt that is not from the batch.
 
-        It is that of the batch's prompt at the same position, if the call has as many prompts as the batch.
+        It is that of the batch's prompt at the same position, if the call has as many prompts as
+        the batch.
         """
         return self.batch[position].place if width == len(self.batch) else (-1 - position, 0)
 
@@ -274,7 +316,9 @@ def _input_of(origin: PromptText | Generation) -> PromptInput:
 
 
 def _images_after(start: PromptInput, images: tuple[Image, ...]) -> tuple[Image, ...]:
-    """Return the images after those of `start`. Raises ValueError if `images` does not begin with those."""
+    """Return the images after those of `start`. Raises ValueError if `images` does not begin with
+    those.
+    """
     if images and images[: len(start.images)] != start.images:
         raise ValueError("a prompt's images must begin with those of the prompt that it continues")
     return images[len(start.images) :]

@@ -1,6 +1,8 @@
-"""Tools, which are typed functions that the policy may call, and the parsing and running of its calls.
+"""Tools, which are typed functions that the policy may call, and the parsing and running of its
+calls.
 
-An error in a call becomes the text of its reply, and is counted. A call that cannot be parsed gets such a reply, too.
+An error in a call becomes the text of its reply, and is counted. A call that cannot be parsed gets
+such a reply, too.
 """
 
 import ast
@@ -25,8 +27,11 @@ from generation.rollouts.user_code import call_user
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TOKEN_CHARACTERS = 64  # more than a token has, except in runs of blanks; bounds the time to encode a huge reply
-_SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)
+# More than a token has, except in runs of blanks; bounds the time to encode a huge reply
+_TOKEN_CHARACTERS = 64
+_SECTION = re.compile(
+    r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE
+)
 _ENTRY = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -48,7 +53,9 @@ CallParser = Callable[[str], list[ToolCall]]
 
 
 def parse_hermes(text: str) -> list[ToolCall]:
-    """Parses calls of the form `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, used by Hermes, Qwen, others."""
+    """Parse calls of the form `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, used by
+    Hermes, Qwen, others.
+    """
 
     def read(body: str) -> ToolCall:
         try:
@@ -63,8 +70,11 @@ def parse_hermes(text: str) -> list[ToolCall]:
 
 
 def named_call(name: str, arguments: Any) -> ToolCall:
-    """Returns a call with arguments that are an object, or the JSON text of one, as some models write it."""
-    name = name.encode(errors="replace").decode()  # JSON may hold lone surrogates, which no tokenizer takes
+    """Return a call with arguments that are an object, or the JSON text of one, as some models
+    write it.
+    """
+    # JSON may hold lone surrogates, which no tokenizer takes
+    name = name.encode(errors="replace").decode()
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
@@ -76,7 +86,9 @@ def named_call(name: str, arguments: Any) -> ToolCall:
 
 
 def parse_inline(text: str) -> ToolCall:
-    """Parses a call in Python's syntax, `multiply(3, 302)`. Arguments are literals; integers become floats."""
+    """Parse a call in Python's syntax, `multiply(3, 302)`. Arguments are literals; integers become
+    floats.
+    """
 
     def literal(node: ast.expr) -> Any:
         value = ast.literal_eval(node)
@@ -88,13 +100,15 @@ def parse_inline(text: str) -> ToolCall:
             return ToolCall(malformed=f"{text.strip()!r:.100} is not a call such as name(1, 2)")
         positional = tuple(map(literal, node.args))
         named = {keyword.arg or "**": literal(keyword.value) for keyword in node.keywords}
-    except Exception as error:  # Python's parser and float() raise seven kinds of them, for texts of seven kinds
+    except Exception as error:
+        # Python's parser and float() raise seven kinds of them, for texts of seven kinds
         return ToolCall(malformed=f"{text.strip()!r:.100} cannot be read as a call: {error}")
     return ToolCall(node.func.id, named, positional)
 
 
 def call_parser(name: str, tokenizer: "PreTrainedTokenizerBase") -> CallParser:
-    """Returns the parser called `name`: `parse_hermes`, which tells malformed calls from answers, or one of vLLM's.
+    """Return the parser called `name`: `parse_hermes`, which tells malformed calls from answers, or
+    one of vLLM's.
 
     Raises ValueError where vLLM has no parser of that name, or one that does not read texts.
     """
@@ -107,7 +121,9 @@ def call_parser(name: str, tokenizer: "PreTrainedTokenizerBase") -> CallParser:
     except KeyError as error:
         names = ", ".join(sorted(ToolParserManager.list_registered()))
         raise ValueError(f"{name!r} is not a tool parser: vLLM has {names}") from error
-    request = SimpleNamespace(tools=None, tool_choice="auto", skip_special_tokens=False, chat_template_kwargs=None)
+    request = SimpleNamespace(
+        tools=None, tool_choice="auto", skip_special_tokens=False, chat_template_kwargs=None
+    )
 
     def read(text: str) -> list[ToolCall]:
         calls = parser.extract_tool_calls(text, request).tool_calls
@@ -123,7 +139,9 @@ def call_parser(name: str, tokenizer: "PreTrainedTokenizerBase") -> CallParser:
         read("an answer without calls")
     except Exception as error:  # some are only for vLLM's own server
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"vLLM's tool parser {name!r} does not read answers here ({reason}): name another") from error
+        raise ValueError(
+            f"vLLM's tool parser {name!r} does not read answers here ({reason}): name another"
+        ) from error
     return parse
 
 
@@ -143,12 +161,10 @@ class ToolError(Exception):
 class Tool:
     """A function that the policy may call.
 
-    Attributes:
-        name: the name by which the policy calls it.
-        function: the function, sync or async.
+    Attributes: name: the name by which the policy calls it. function: the function, sync or async.
         schema: name, description and parameters in the form of OpenAI's API, for chat templates.
-        parameters: names of the function's parameters, in order.
-        model: checks and converts arguments; its fields are `arg0`, `arg1`, … in the order of the parameters.
+        parameters: names of the function's parameters, in order. model: checks and converts
+        arguments; its fields are `arg0`, `arg1`, … in the order of the parameters.
     """
 
     name: str
@@ -158,13 +174,17 @@ class Tool:
     model: type[BaseModel]
 
     def named(self, call: ToolCall) -> dict[str, Any]:
-        """Returns the call's arguments by name. Raises ToolError if there are more than parameters."""
+        """Return the call's arguments by name. Raises ToolError if there are more than
+        parameters.
+        """
         if len(call.positional) > len(self.parameters):
             raise ToolError("arguments", f"{self.name} takes {len(self.parameters)} arguments")
         return dict(zip(self.parameters, call.positional, strict=False)) | call.arguments
 
     def arguments(self, call: ToolCall) -> dict[str, Any]:
-        """Returns the call's arguments by name, converted to the function's types. Raises ToolError."""
+        """Return the call's arguments by name, converted to the function's types. Raises
+        ToolError.
+        """
         named = self.named(call)
         try:
             checked = self.model.model_validate(named)
@@ -178,16 +198,19 @@ class Tool:
 
 
 def make_tool(function: Callable[..., Any], *, method: bool = False) -> Tool:
-    """Makes a tool of a function, from its name, signature, type hints and docstring (with an `Args:` section, if any).
+    """Make a tool of a function, from its name, signature, type hints and docstring (with an
+    `Args:` section, if any).
 
-    The first parameter of a `method` is left out. Raises ValueError for positional-only, `*args` or `**kwargs`
-    parameters, and for a type hint that has no schema.
+    The first parameter of a `method` is left out. Raises ValueError for positional-only, `*args` or
+    `**kwargs` parameters, and for a type hint that has no schema.
     """
     name = function.__name__
     parameters = list(inspect.signature(function).parameters.values())[int(method) :]
     if unnamed := [p.name for p in parameters if p.kind not in _NAMED]:
         wrong = f"tool {name!r} has {unnamed[0]!r}, which cannot be passed by name"
-        raise ValueError(f"{wrong}: use parameters that are neither positional-only nor *args or **kwargs")
+        raise ValueError(
+            f"{wrong}: use parameters that are neither positional-only nor *args or **kwargs"
+        )
     description, meanings = _read_docstring(inspect.getdoc(function) or "")
     try:
         hints = typing.get_type_hints(function)
@@ -200,25 +223,31 @@ def make_tool(function: Callable[..., Any], *, method: bool = False) -> Tool:
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         schema = model.model_json_schema()
     except (PydanticUserError, NameError) as error:
-        raise ValueError(f"tool {name!r} has a type hint that no schema can be made of: {error}") from error
+        raise ValueError(
+            f"tool {name!r} has a type hint that no schema can be made of: {error}"
+        ) from error
     schema.pop("additionalProperties", None)
     described = tool_schema(name, description, schema)
     return Tool(name, function, described, tuple(p.name for p in parameters), model)
 
 
 def tool_schema(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Returns a tool's schema in the form of OpenAI's API."""
+    """Return a tool's schema in the form of OpenAI's API."""
     function = {"name": name, "description": description, "parameters": without_titles(parameters)}
     return {"type": "function", "function": function}
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Returns a docstring's text before its first section, and the entries of its `Args:` section by name."""
+    """Return a docstring's text before its first section, and the entries of its `Args:` section by
+    name.
+    """
     parts = _SECTION.split(text)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     entries: dict[str, str] = {}
     last = ""
-    for line in sections.get("Args", sections.get("Arguments", sections.get("Parameters", ""))).splitlines():
+    for line in sections.get(
+        "Args", sections.get("Arguments", sections.get("Parameters", ""))
+    ).splitlines():
         if match := _ENTRY.fullmatch(line.strip()):
             last = match[1]
             entries[last] = match[2]
@@ -228,7 +257,9 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def without_titles(schema: Any) -> Any:
-    """Returns a schema without the titles that pydantic adds everywhere, which would waste tokens in a prompt."""
+    """Return a schema without the titles that pydantic adds everywhere, which would waste tokens in
+    a prompt.
+    """
     if isinstance(schema, list):
         return [without_titles(item) for item in schema]
     if not isinstance(schema, dict):
@@ -238,11 +269,13 @@ def without_titles(schema: Any) -> Any:
 
 
 def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
-    """Returns tools by their names. Raises ValueError when two have the same name."""
+    """Return tools by their names. Raises ValueError when two have the same name."""
     tools = list(tools)
     names = Counter(tool.name for tool in tools)
     if duplicates := [name for name, count in names.items() if count > 1]:
-        raise ValueError(f"two tools are named {duplicates[0]!r}: rename one, so that the policy can choose")
+        raise ValueError(
+            f"two tools are named {duplicates[0]!r}: rename one, so that the policy can choose"
+        )
     return {tool.name: tool for tool in tools}
 
 
@@ -250,14 +283,12 @@ def tools_by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
 class ToolLimits:
     """The limits of calls and replies.
 
-    Attributes:
-        timeout_s: seconds that a call may take, not counting the wait for its turn.
-        max_concurrency: the most calls that run at the same time, over all trajectories of an engine.
-        max_tokens: the most tokens of a reply; longer replies are cut.
-        error_format: the reply to a call that fails; `{error}` stands for the error's message.
-        rates: the most calls per second of a tool, by its name; they begin at even intervals. The wait for one does not
-            count towards `timeout_s`.
-        images: whether replies may contain images.
+    Attributes: timeout_s: seconds that a call may take, not counting the wait for its turn.
+        max_concurrency: the most calls that run at the same time, over all trajectories of an
+        engine. max_tokens: the most tokens of a reply; longer replies are cut. error_format: the
+        reply to a call that fails; `{error}` stands for the error's message. rates: the most calls
+        per second of a tool, by its name; they begin at even intervals. The wait for one does not
+        count towards `timeout_s`. images: whether replies may contain images.
     """
 
     timeout_s: float = 30.0
@@ -275,10 +306,13 @@ class ToolRunner:
         self.limits = limits
         self._tokenizer = tokenizer
         self._places = asyncio.Semaphore(limits.max_concurrency)
-        self._next: dict[str, float] = {}  # the event loop's time of the next call of each tool that has a rate
+        # The event loop's time of the next call of each tool that has a rate
+        self._next: dict[str, float] = {}
 
     async def call(self, function: Callable[[], Any]) -> Any:
-        """Call user code when there is a place for it. Raises TimeoutError, or the code's own error."""
+        """Call user code when there is a place for it. Raises TimeoutError, or the code's own
+        error.
+        """
         async with self._places:
             return await call_user(function, self.limits.timeout_s)
 
@@ -291,11 +325,18 @@ class ToolRunner:
             await asyncio.sleep(at - now)
 
     async def run(
-        self, tools: Mapping[str, Tool], calls: list[ToolCall], metrics: dict[str, float], *, in_order: bool = False
+        self,
+        tools: Mapping[str, Tool],
+        calls: list[ToolCall],
+        metrics: dict[str, float],
+        *,
+        in_order: bool = False,
     ) -> list[Content]:
-        """Runs one turn's calls. Returns the replies in order, cut to the limit; adds counts and seconds to `metrics`.
+        """Run one turn's calls. Return the replies in order, cut to the limit; add counts and
+        seconds to `metrics`.
 
-        The calls run at once, or one after the other with `in_order`, for the methods of one object.
+        The calls run at once, or one after the other with `in_order`, for the methods of one
+        object.
         """
         start = time.perf_counter()
         if in_order:
@@ -308,8 +349,12 @@ class ToolRunner:
         _count(metrics, "tools/seconds", time.perf_counter() - start)
         return replies
 
-    async def _reply(self, tools: Mapping[str, Tool], call: ToolCall, metrics: dict[str, float]) -> Content:
-        """Returns the result of one call as text, or as parts where it has images; or its error, which is counted."""
+    async def _reply(
+        self, tools: Mapping[str, Tool], call: ToolCall, metrics: dict[str, float]
+    ) -> Content:
+        """Return the result of one call as text, or as parts where it has images; or its error,
+        which is counted.
+        """
         try:
             if call.malformed:
                 raise ToolError("malformed", call.malformed)
@@ -321,7 +366,11 @@ class ToolRunner:
                 result = await self.call(function)
                 if self.limits.images and (parts := image_parts(result)) is not None:
                     return parts
-                return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+                return (
+                    result
+                    if isinstance(result, str)
+                    else json.dumps(result, ensure_ascii=False, default=str)
+                )
             except TimeoutError as error:
                 raise ToolError("timeout", f"{call.name} {error}") from error
             except Exception as error:  # whatever the tool raises
@@ -333,7 +382,9 @@ class ToolRunner:
 
 
 def image_parts(result: Any) -> list[dict[str, Any]] | None:
-    """Returns a Pillow image, or a list of images and text, as parts of a message; None where there is no image."""
+    """Return a Pillow image, or a list of images and text, as parts of a message; None where there
+    is no image.
+    """
     parts = list(result) if isinstance(result, list | tuple) else [result]
     are_images = [hasattr(part, "convert") and hasattr(part, "getexif") for part in parts]
     if not any(are_images):
@@ -347,21 +398,32 @@ def image_parts(result: Any) -> list[dict[str, Any]] | None:
 def cut_contents(
     tokenizer: "PreTrainedTokenizerBase", contents: list[Content], limit: int
 ) -> tuple[list[Content], int]:
-    """Cuts contents as `cut_to_tokens` cuts texts. Of a content in parts, each text is cut by itself, images never."""
+    """Cut contents as `cut_to_tokens` cuts texts. Of a content in parts, each text is cut by
+    itself, images never.
+    """
     parts = [[{"text": content}] if isinstance(content, str) else content for content in contents]
     short, cut = cut_to_tokens(
         tokenizer, [part["text"] for content in parts for part in content if "text" in part], limit
     )
     rest = iter(short)
-    kept = [[part | {"text": next(rest)} if "text" in part else part for part in content] for content in parts]
+    kept = [
+        [part | {"text": next(rest)} if "text" in part else part for part in content]
+        for content in parts
+    ]
     return [
-        content[0]["text"] if isinstance(was, str) else content for was, content in zip(contents, kept, strict=True)
+        content[0]["text"] if isinstance(was, str) else content
+        for was, content in zip(contents, kept, strict=True)
     ], cut
 
 
-def cut_to_tokens(tokenizer: "PreTrainedTokenizerBase", texts: list[str], limit: int) -> tuple[list[str], int]:
-    """Cuts texts to `limit` tokens each. Returns them with a note where they were cut, and how many were cut."""
-    texts = [text.encode(errors="replace").decode() for text in texts]  # a tokenizer takes no lone surrogates
+def cut_to_tokens(
+    tokenizer: "PreTrainedTokenizerBase", texts: list[str], limit: int
+) -> tuple[list[str], int]:
+    """Cut texts to `limit` tokens each. Return them with a note where they were cut, and how many
+    were cut.
+    """
+    # A tokenizer takes no lone surrogates
+    texts = [text.encode(errors="replace").decode() for text in texts]
     bounded = [text[: limit * _TOKEN_CHARACTERS] for text in texts]
     ids = tokenizer(bounded, add_special_tokens=False)["input_ids"] if texts else []
     fitting = [len(i) <= limit and b == t for i, b, t in zip(ids, bounded, texts, strict=True)]
@@ -369,7 +431,9 @@ def cut_to_tokens(tokenizer: "PreTrainedTokenizerBase", texts: list[str], limit:
     heads = iter(tokenizer.batch_decode(kept) if kept else [])
     cut = f" [cut after {limit} tokens]"
     # A character of which only some tokens are left decodes to U+FFFD.
-    replies = [t if fits else next(heads).rstrip("\ufffd") + cut for t, fits in zip(texts, fitting, strict=True)]
+    replies = [
+        t if fits else next(heads).rstrip("\ufffd") + cut for t, fits in zip(texts, fitting, strict=True)
+    ]
     return replies, len(kept)
 
 

@@ -1,8 +1,8 @@
-"""Runs user code so that it disturbs nothing else: it may block, raise anything, or never return.
+"""Run user code so that it disturbs nothing else: it may block, raise anything, or never return.
 
-Some exceptions are instructions to the code that runs a task: `SystemExit` and `KeyboardInterrupt` end an event loop,
-and `CancelledError` says that the task was cancelled, which an `asyncio.TaskGroup` ignores silently. From user code
-they are failures like any other.
+Some exceptions are instructions to the code that runs a task: `SystemExit` and `KeyboardInterrupt`
+end an event loop, and `CancelledError` says that the task was cancelled, which an
+`asyncio.TaskGroup` ignores silently. From user code they are failures like any other.
 """
 
 import asyncio
@@ -17,21 +17,27 @@ from generation.engine.devices import this_device
 T = TypeVar("T")
 
 ENDING_SECONDS = 5.0
-"""Seconds that cancelled code may take to end, for example to close an environment or to abort a request."""
+"""Seconds that cancelled code may take to end, for example to close an environment or to abort a
+request.
+"""
 
 _LONGEST_ERROR = 1000  # characters of an error's text
 
 
 class UserTimeout(TimeoutError):
-    """User code took longer than it may. A `TimeoutError` of another class was raised by the code itself."""
+    """User code took longer than it may. A `TimeoutError` of another class was raised by the code
+    itself.
+    """
 
 
 class UserCodeError(RuntimeError):
-    """User code raised something that is not an `Exception`; the text is that error's name and message."""
+    """User code raised something that is not an `Exception`; the text is that error's name and
+    message.
+    """
 
 
 def described(error: BaseException) -> str:
-    """Returns an error's name and message as one text, even if its `__str__` fails."""
+    """Return an error's name and message as one text, even if its `__str__` fails."""
     try:
         text = str(error)
         if not isinstance(error, UserCodeError):
@@ -43,10 +49,12 @@ def described(error: BaseException) -> str:
 
 
 async def contained(work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-    """Run user code as a separate task, which is cancelled only when the caller is, or after `timeout` seconds.
+    """Run user code as a separate task, which is cancelled only when the caller is, or after
+    `timeout` seconds.
 
-    When the caller is cancelled, the code has `ENDING_SECONDS` to end; after a timeout it is not waited for. Raises the
-    code's `Exception`, UserCodeError for anything else that it raises, and UserTimeout after `timeout` seconds.
+    When the caller is cancelled, the code has `ENDING_SECONDS` to end; after a timeout it is not
+    waited for. Raises the code's `Exception`, UserCodeError for anything else that it raises, and
+    UserTimeout after `timeout` seconds.
     """
 
     async def run() -> T:
@@ -58,8 +66,10 @@ async def contained(work: Coroutine[Any, Any, T], timeout: float | None = None) 
             raise UserCodeError(described(error)) from error
 
     task = asyncio.ensure_future(run())
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody awaits it after a timeout
-    task.add_done_callback(lambda _: work.close())  # a task that is cancelled at once has never started `work`
+    # Nobody awaits it after a timeout
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    # A task that is cancelled at once has never started `work`
+    task.add_done_callback(lambda _: work.close())
     try:
         finished, _ = await asyncio.wait({task}, timeout=timeout)
     except asyncio.CancelledError:
@@ -75,10 +85,10 @@ async def contained(work: Coroutine[Any, Any, T], timeout: float | None = None) 
 
 
 async def call_user(function: Callable[[], Any], timeout: float | None = None) -> Any:
-    """Calls a plain function on a new thread, or an async one on this event loop. Returns its result.
+    """Call a plain function on a new thread, or an async one on this event loop. Return its result.
 
-    After `timeout` seconds, an async function is cancelled and not waited for. A plain function cannot be stopped; its
-    thread ends with the process at the latest. Raises as `contained` does.
+    After `timeout` seconds, an async function is cancelled and not waited for. A plain function
+    cannot be stopped; its thread ends with the process at the latest. Raises as `contained` does.
     """
 
     async def call() -> Any:
@@ -90,9 +100,12 @@ async def call_user(function: Callable[[], Any], timeout: float | None = None) -
 
 
 async def _in_thread(function: Callable[[], Any]) -> Any:
-    """Calls a function on a new daemon thread. Functions that hang would use up a pool, which is joined at exit."""
+    """Call a function on a new daemon thread. Functions that hang would use up a pool, which is
+    joined at exit.
+    """
     future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # so that it cannot be cancelled, but is only no longer awaited
+    # So that it cannot be cancelled, but is only no longer awaited
+    future.set_running_or_notify_cancel()
     use_device = this_device()
 
     def work() -> None:

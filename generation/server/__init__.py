@@ -1,4 +1,5 @@
-"""Serves an engine in training through vLLM's OpenAI-compatible API, with exact token ids and captured trajectories.
+"""Serve an engine in training through vLLM's OpenAI-compatible API, with exact token ids and
+captured trajectories.
 
 The server binds its socket once. vLLM's application and uvicorn run on the engine's event loop.
 """
@@ -15,7 +16,12 @@ from generation.images import Image
 from generation.loopback import is_loopback
 from generation.server.bodies import Limits, error_response, sentence_of
 from generation.server.connections import with_limits
-from generation.server.conversations import Conversations, ServedConversation, ServerSettings, TooManyConversations
+from generation.server.conversations import (
+    Conversations,
+    ServedConversation,
+    ServerSettings,
+    TooManyConversations,
+)
 from generation.server.gate import TRAJECTORY_PATH, VLLM_PATHS, Gate
 from generation.server.served_engine import ServedEngine, build_openai_app
 from generation.trajectory import Trajectory
@@ -32,13 +38,18 @@ STOP_SECONDS = 5.0
 
 
 class OpenAIServer:
-    """An OpenAI-compatible server for an engine; `start` makes it on the engine's event loop, where it is also stopped.
+    """An OpenAI-compatible server for an engine; `start` makes it on the engine's event loop, where
+    it is also stopped.
 
     `base_url` has the form that OpenAI's clients expect: `http://127.0.0.1:<port>/v1`.
     """
 
     def __init__(
-        self, settings: ServerSettings, sock: socket.socket, server: "uvicorn.Server", conversations: Conversations
+        self,
+        settings: ServerSettings,
+        sock: socket.socket,
+        server: "uvicorn.Server",
+        conversations: Conversations,
     ) -> None:
         self.settings = settings
         self._conversations = conversations
@@ -50,15 +61,22 @@ class OpenAIServer:
 
     @classmethod
     async def start(cls, worker: Engine, settings: ServerSettings | None = None) -> Self:
-        """Start serving a running engine. Raises ValueError if it cannot listen, or the engine has no tokenizer."""
+        """Start serving a running engine. Raises ValueError if it cannot listen, or the engine has
+        no tokenizer.
+        """
         import uvicorn
 
         settings = settings or ServerSettings()
         sock = bind(settings.host, settings.port)
         with undone_by(sock.close):
-            gate, app, conversations = await _application(worker, settings, is_loopback(sock.getsockname()[0]))
-            # vLLM's lifespan would call gc.freeze() in this process (vllm/entrypoints/launchers/utils/server_utils.py).
-            config = uvicorn.Config(gate, lifespan="off", log_config=None, access_log=False, timeout_keep_alive=120)
+            gate, app, conversations = await _application(
+                worker, settings, is_loopback(sock.getsockname()[0])
+            )
+            # vLLM's lifespan would call gc.freeze() in this process
+            # (vllm/entrypoints/launchers/utils/server_utils.py).
+            config = uvicorn.Config(
+                gate, lifespan="off", log_config=None, access_log=False, timeout_keep_alive=120
+            )
             config.load()
             config.http_protocol_class = with_limits(config.http_protocol_class)  # type: ignore[arg-type]
             server = uvicorn.Server(config)
@@ -87,19 +105,19 @@ class OpenAIServer:
         turnstile: Turnstile | None = None,
         row_images: tuple[Image, ...] = (),
     ) -> str:
-        """Start to capture answers under `key`, by default a new key that cannot be guessed. Returns the key.
+        """Start to capture answers under `key`, by default a new key that cannot be guessed. Return
+        the key.
 
-        A client sends the key as its API key. Where the settings allow it, a client may instead send a key of its
-        choice in the header `x-hotbunk-trajectory`, which opens a trajectory without a call of this method.
+        A client sends the key as its API key. Where the settings allow it, a client may instead
+        send a key of its choice in the header `x-hotbunk-trajectory`, which opens a trajectory
+        without a call of this method.
 
-        Args:
-            key: the trajectory's key.
-            sampling: how requests have to be sampled; by default as the server's settings say.
-            seed: requests that name no seed get one that is derived from it.
-            policy_version: the only version of the weights that may answer; None allows any.
-            turnstile: has requests answered slice by slice, by the version that its gate is open for; while the gate is
-                closed, they wait.
-            row_images: the images of the client's dataset row, which do not count towards an episode's limit.
+        Args: key: the trajectory's key. sampling: how requests have to be sampled; by default as
+            the server's settings say. seed: requests that name no seed get one that is derived from
+            it. policy_version: the only version of the weights that may answer; None allows any.
+            turnstile: has requests answered slice by slice, by the version that its gate is open
+            for; while the gate is closed, they wait. row_images: the images of the client's dataset
+            row, which do not count towards an episode's limit.
         """
         sampling = self.settings.sampling if sampling is None else sampling
         new = ServedConversation(
@@ -113,25 +131,32 @@ class OpenAIServer:
         return self._conversations.open(new).key
 
     def address(self, key: str) -> str:
-        """Returns the base URL for one trajectory's clients; requests to it without the trajectory's key are counted.
+        """Return the base URL for one trajectory's clients; requests to it without the trajectory's
+        key are counted.
 
         Raises KeyError if the trajectory is not open.
         """
-        return self.base_url.removesuffix("/v1") + TRAJECTORY_PATH + self._conversations[key].place + "/v1"
+        return (
+            self.base_url.removesuffix("/v1") + TRAJECTORY_PATH + self._conversations[key].place + "/v1"
+        )
 
     def lost_keys(self, key: str) -> int:
-        """Returns how many requests to the trajectory's address lacked its key. Raises KeyError if it is not open."""
+        """Return how many requests to the trajectory's address lacked its key. Raises KeyError if
+        it is not open.
+        """
         return self._conversations[key].counts["lost_keys"]
 
     def fatal(self, key: str) -> Exception | None:
-        """Returns the error of a request that would fail in any other trajectory, too, or None.
+        """Return the error of a request that would fail in any other trajectory, too, or None.
 
         Raises KeyError if the trajectory is not open.
         """
         return self._conversations[key].fatal
 
     def take(self, key: str) -> list[Trajectory]:
-        """Returns the trajectories captured under `key`, and forgets the key. Raises KeyError if it is not open."""
+        """Return the trajectories captured under `key`, and forget the key. Raises KeyError if it
+        is not open.
+        """
         return self._conversations.take(key)
 
     async def stop(self) -> None:
@@ -144,8 +169,12 @@ class OpenAIServer:
             await asyncio.wait({self._task}, timeout=STOP_SECONDS)
 
 
-async def _application(worker: Engine, settings: ServerSettings, local: bool) -> tuple[Gate, Any, Conversations]:
-    """Builds vLLM's application on the engine. Returns the gate, the application, and the conversations captured."""
+async def _application(
+    worker: Engine, settings: ServerSettings, local: bool
+) -> tuple[Gate, Any, Conversations]:
+    """Build vLLM's application on the engine. Return the gate, the application, and the
+    conversations captured.
+    """
     from fastapi.exceptions import RequestValidationError
 
     if worker.settings.extra.get("skip_tokenizer_init"):
@@ -153,12 +182,18 @@ async def _application(worker: Engine, settings: ServerSettings, local: bool) ->
     tokenizer = worker.llm.get_tokenizer()
     conversations = Conversations(tokenizer, settings)
     config = worker.llm.model_config
-    limits = Limits(settings.max_choices, settings.max_answers, config.max_model_len, config.get_vocab_size())
+    limits = Limits(
+        settings.max_choices, settings.max_answers, config.max_model_len, config.get_vocab_size()
+    )
     app = await build_openai_app(ServedEngine(worker, settings, limits, conversations), settings)
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in VLLM_PATHS]
-    app.user_middleware.clear()  # the gate authenticates, and pages of other origins are to get no CORS headers
+    app.router.routes[:] = [
+        route for route in app.router.routes if getattr(route, "path", "") in VLLM_PATHS
+    ]
+    # The gate authenticates, and pages of other origins are to get no CORS headers
+    app.user_middleware.clear()
 
-    @app.exception_handler(RequestValidationError)  # vLLM's own lists every type that pydantic tried, on many lines
+    # vLLM's own lists every type that pydantic tried, on many lines
+    @app.exception_handler(RequestValidationError)
     async def invalid(_: Any, error: RequestValidationError) -> "Response":
         return error_response(400, sentence_of(error.errors(), error.body))
 
@@ -166,7 +201,9 @@ async def _application(worker: Engine, settings: ServerSettings, local: bool) ->
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; uvicorn gets the socket itself, so that no other process can take its port."""
+    """Return a listening socket; uvicorn gets the socket itself, so that no other process can take
+    its port.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
@@ -179,5 +216,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        raise ValueError(f"cannot listen on {host} port {port}: {error.strerror}; port 0 takes a free one") from error
+        raise ValueError(
+            f"cannot listen on {host} port {port}: {error.strerror}; port 0 takes a free one"
+        ) from error
     return sock

@@ -1,4 +1,6 @@
-"""Checks and completes the bodies of requests before vLLM sees them, and adds exact ids to vLLM's answers."""
+"""Checks and completes the bodies of requests before vLLM sees them, and adds exact ids to vLLM's
+answers.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,18 +18,22 @@ from generation.server.dialects import MESSAGES, RESPONSES, add_event, message_i
 
 Body = dict[str, Any]
 EXACT_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-"""The fields with exact ids that answers carry beside their text, and that a client may send back."""
+"""The fields with exact ids that answers carry beside their text, and that a client may send
+back.
+"""
 
 _FAILED = b'data: {"error"'
 _TOO_DEEP = "the request is nested too deeply"
 
 LARGEST = 4096
-"""The most entries of a list that takes time: messages are validated against many types, and words are tokenized."""
+"""The most entries of a list that takes time: messages are validated against many types, and words
+are tokenized.
+"""
 
 
 def parse_body(raw: bytes) -> Body:
-    """Parses a request's body. Raises Refused where it is not a JSON object, is nested too deeply, or holds half of a
-    surrogate pair, which is not text.
+    """Parse a request's body. Raises Refused where it is not a JSON object, is nested too deeply,
+    or holds half of a surrogate pair, which is not text.
     """
     try:
         body = json.loads(raw)
@@ -45,7 +51,9 @@ def parse_body(raw: bytes) -> Body:
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of one request that vLLM does not have: `choices` and `answers` count answers, the others tokens."""
+    """The limits of one request that vLLM does not have: `choices` and `answers` count answers, the
+    others tokens.
+    """
 
     choices: int
     answers: int
@@ -53,8 +61,12 @@ class Limits:
     vocabulary: int
 
     def check_sizes(self, body: Body) -> None:
-        """Raise `Refused` for lists longer than in any sensible request, before their entries take time."""
-        limits = dict.fromkeys(("messages", "input", "tools"), min(self.context, LARGEST)) | {"bad_words": LARGEST}
+        """Raise `Refused` for lists longer than in any sensible request, before their entries take
+        time.
+        """
+        limits = dict.fromkeys(("messages", "input", "tools"), min(self.context, LARGEST)) | {
+            "bad_words": LARGEST
+        }
         limits |= dict.fromkeys(("prompt", "tokens"), self.context)
         limits |= dict.fromkeys(("stop_token_ids", "allowed_token_ids", "logit_bias"), self.vocabulary)
         for name, limit in limits.items():
@@ -64,34 +76,45 @@ class Limits:
                     raise Refused(400, f"{name} has {len(value)} entries, but may have at most {limit}")
 
     def check(self, request: Any) -> None:
-        """Raise `Refused` where a request asks for too many answers, or has a number that is too large.
+        """Raise `Refused` where a request asks for too many answers, or has a number that is too
+        large.
 
         `request` is parsed by vLLM already, so that "129" and 129.0 have become 129.
         """
         n, prompt = getattr(request, "n", None) or 1, getattr(request, "prompt", None)
-        prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+        prompts = (
+            len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+        )
         if n > self.choices:
             raise Refused(400, f"n is {short(n)}, but must be at most {self.choices}")
         if n * prompts > self.answers:
-            raise Refused(400, f"{prompts} prompts with n {n} ask for more than {self.answers} answers: split them up")
+            raise Refused(
+                400,
+                f"{prompts} prompts with n {n} ask for more than {self.answers} answers: split them up",
+            )
         for name, value in vars(request).items():
-            if isinstance(value, int) and abs(value) >= 2**63:  # messages to the engine hold integers of 64 bits
+            if isinstance(value, int) and abs(value) >= 2**63:
+                # messages to the engine hold integers of 64 bits
                 raise Refused(400, f"{name} is {short(value)}, which does not fit in 64 bits")
         if (best := (request.model_extra or {}).get("best_of")) is not None and best != n:
-            raise Refused(400, f"best_of is {short(best)}, but this server returns every sample: leave it out")
+            raise Refused(
+                400, f"best_of is {short(best)}, but this server returns every sample: leave it out"
+            )
 
 
 def short(value: Any) -> str:
-    """Returns the first 60 characters of a value's repr."""
+    """Return the first 60 characters of a value's repr."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def sentence_of(errors: Sequence[Mapping[str, Any]], body: Any) -> str:
-    """Returns pydantic's errors of a request's body as one sentence, which begins with the field's name.
+    """Return pydantic's errors of a request's body as one sentence, which begins with the field's
+    name.
 
-    A value that may have several types has errors for each of them. The sentence is about the type that the value comes
-    closest to: its `type` field matches, it fits to the greatest depth, and it has the fewest errors.
+    A value that may have several types has errors for each of them. The sentence is about the type
+    that the value comes closest to: its `type` field matches, it fits to the greatest depth, and it
+    has the fewest errors.
     """
     by_types: dict[tuple[Any, ...], list[tuple[list[str], Mapping[str, Any]]]] = {}
     for error in errors:
@@ -99,15 +122,23 @@ def sentence_of(errors: Sequence[Mapping[str, Any]], body: Any) -> str:
         by_types.setdefault(types, []).append((where, error))
 
     def closeness(errors: list[tuple[list[str], Mapping[str, Any]]]) -> tuple[bool, int, int]:
-        other_type = any(error["type"] == "literal_error" and where[-1:] == ["type"] for where, error in errors)
-        return not other_type, max(len(where) - (error["type"] == "missing") for where, error in errors), -len(errors)
+        other_type = any(
+            error["type"] == "literal_error" and where[-1:] == ["type"] for where, error in errors
+        )
+        return (
+            not other_type,
+            max(len(where) - (error["type"] == "missing") for where, error in errors),
+            -len(errors),
+        )
 
     where, error = max(by_types.values(), key=closeness)[0]
     return f"{'.'.join(where) or 'the request'}: {error['msg']}"
 
 
 def _locate(error: Mapping[str, Any], body: Any) -> tuple[list[str], tuple[Any, ...]]:
-    """Returns the path in the body of the value that an error is about, and the types that pydantic tried for it."""
+    """Return the path in the body of the value that an error is about, and the types that pydantic
+    tried for it.
+    """
     where, types, value, (_, *path) = list[str](), list[Any](), body, error["loc"]
     for part in path:
         keys = range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()
@@ -119,9 +150,11 @@ def _locate(error: Mapping[str, Any], body: Any) -> tuple[list[str], tuple[Any, 
 
 
 def fill_sampling(request: Any, trained: SamplingSettings) -> None:
-    """Fill in training's sampling settings where the client left them open, instead of vLLM's defaults.
+    """Fill in training's sampling settings where the client left them open, instead of vLLM's
+    defaults.
 
-    `request` is parsed by vLLM. Raises Refused where it asks for a longer answer than in training, or for beam search.
+    `request` is parsed by vLLM. Raises Refused where it asks for a longer answer than in training,
+    or for beam search.
     """
     for name in ("temperature", "top_p", "top_k", "min_p"):
         if getattr(request, name) is None:
@@ -132,13 +165,19 @@ def fill_sampling(request: Any, trained: SamplingSettings) -> None:
         setattr(request, name, [*chosen, *(value for value in defaults if value not in chosen)])
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if (asked := vars(request).get(name) or 0) > trained.max_tokens:
-            raise Refused(400, f"{name} is {short(asked)}, but answers are trained up to {trained.max_tokens} tokens")
+            raise Refused(
+                400,
+                f"{name} is {short(asked)}, but answers are trained up to {trained.max_tokens} tokens",
+            )
     if getattr(request, "use_beam_search", False):
-        raise Refused(400, "use_beam_search is set, but the policy is trained on sampled answers: leave it out")
+        raise Refused(
+            400, "use_beam_search is set, but the policy is trained on sampled answers: leave it out"
+        )
 
 
 def check_unforced(request: Any) -> None:
-    """Raise `Refused` where a parameter forces the form of the answer; the error names it as the client does.
+    """Raise `Refused` where a parameter forces the form of the answer; the error names it as the
+    client does.
 
     `request` is parsed by vLLM, which has not yet made a grammar of such parameters.
     """
@@ -150,46 +189,63 @@ def check_unforced(request: Any) -> None:
     for name, value in asked.items():
         if value is not None and getattr(value, "type", None) != "text":
             value = value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value
-            reason = "forces the answer's form, but the policy is trained on answers whose form it has chosen itself"
+            reason = (
+                "forces the answer's form, but the policy is trained on answers whose form it has "
+                "chosen itself"
+            )
             raise Refused(400, f"{name} is {short(value)}: it {reason}; leave it out")
 
 
 def take_prefix(body: Body, vocabulary: int) -> KnownPrefix | None:
-    """Removes from a body the ids that the client wants to keep, and returns them; None where there are none.
+    """Remove from a body the ids that the client wants to keep, and return them; None where there
+    are none.
 
-    They are `required_prefix_token_ids`, which stand for the messages up to the last answer, or else `prompt_token_ids`
-    and `generation_token_ids` of the last message that has any. An empty list means that no ids are to be kept. Raises
-    Refused where they are not ids of this model.
+    They are `required_prefix_token_ids`, which stand for the messages up to the last answer, or
+    else `prompt_token_ids` and `generation_token_ids` of the last message that has any. An empty
+    list means that no ids are to be kept. Raises Refused where they are not ids of this model.
     """
     messages = readable_messages(body)
     required = body.pop("required_prefix_token_ids", None)
     carried = [(i, [m.pop(name, None) for name in EXACT_FIELDS]) for i, m in enumerate(messages)]
     if required is not None and messages:
-        last = max((i + 1 for i, m in enumerate(messages) if m.get("role") == "assistant"), default=len(messages))
+        last = max(
+            (i + 1 for i, m in enumerate(messages) if m.get("role") == "assistant"),
+            default=len(messages),
+        )
         ids = _ids("required_prefix_token_ids", required, vocabulary)
         return KnownPrefix(ids, last) if ids else None
     for i, (prompt, answer, _) in reversed(carried):
         if prompt is not None:
             where = f"messages[{i}]"
             ids = _ids(f"{where}.prompt_token_ids", prompt, vocabulary)
-            return KnownPrefix(ids + _ids(f"{where}.generation_token_ids", answer or [], vocabulary), i + 1)
+            return KnownPrefix(
+                ids + _ids(f"{where}.generation_token_ids", answer or [], vocabulary), i + 1
+            )
     return None
 
 
 def _ids(name: str, value: Any, vocabulary: int) -> list[int]:
-    if isinstance(value, list) and all(type(token) is int and 0 <= token < vocabulary for token in value):
+    if isinstance(value, list) and all(
+        type(token) is int and 0 <= token < vocabulary for token in value
+    ):
         return value
     raise Refused(400, f"{name} must be a list of token ids from 0 to {vocabulary - 1}")
 
 
 def readable_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the request's messages, or an empty list where they are not readable, which vLLM will report."""
+    """Return the request's messages, or an empty list where they are not readable, which vLLM will
+    report.
+    """
     messages = body.get("messages")
     return messages if isinstance(messages, list) and all(isinstance(m, dict) for m in messages) else []
 
 
-def exact_prompt(prefix: KnownPrefix, tokenizer: Any, rendered: list[int], eos_token_ids: Sequence[int]) -> list[int]:
-    """Returns the ids of a rendered prompt, beginning with exact ids. Raises Refused if those are of another prompt."""
+def exact_prompt(
+    prefix: KnownPrefix, tokenizer: Any, rendered: list[int], eos_token_ids: Sequence[int]
+) -> list[int]:
+    """Return the ids of a rendered prompt, beginning with exact ids. Raises Refused if those are of
+    another prompt.
+    """
     try:
         return replace_prefix_tokens(tokenizer, prefix.ids, prefix.rendered, rendered, eos_token_ids)
     except ValueError as error:
@@ -197,19 +253,34 @@ def exact_prompt(prefix: KnownPrefix, tokenizer: Any, rendered: list[int], eos_t
 
 
 def prefix_request(body: Mapping[str, Any], messages: int) -> Body:
-    """Returns the request that has /tokenize render the first messages, without the opening of an answer."""
-    wanted = {name: body[name] for name in ("model", "tools", "chat_template", "add_special_tokens") if name in body}
-    kwargs = {name: body[name] for name in ("reasoning_effort", "documents") if body.get(name) is not None}
+    """Return the request that has /tokenize render the first messages, without the opening of an
+    answer.
+    """
+    wanted = {
+        name: body[name]
+        for name in ("model", "tools", "chat_template", "add_special_tokens")
+        if name in body
+    }
+    kwargs = {
+        name: body[name] for name in ("reasoning_effort", "documents") if body.get(name) is not None
+    }
     kwargs |= body.get("chat_template_kwargs") or {}
     first: Sequence[Any] = body["messages"][:messages]
     return wanted | {"messages": first, "add_generation_prompt": False, "chat_template_kwargs": kwargs}
 
 
 class AnswerSender:
-    """Completes vLLM's answer to one call, and sends it. `stored` has the responses that later requests continue."""
+    """Completes vLLM's answer to one call, and sends it. `stored` has the responses that later
+    requests continue.
+    """
 
     def __init__(
-        self, request: Request, send: Send, call: ServedCall, stored: StoredResponses, previous: str | None
+        self,
+        request: Request,
+        send: Send,
+        call: ServedCall,
+        stored: StoredResponses,
+        previous: str | None,
     ) -> None:
         self._request = request
         self._send = send
@@ -235,24 +306,31 @@ class AnswerSender:
         more = message.get("more_body", False)
         if self._streams and not self._begun:
             if self._call.refused is not None or self._waiting.startswith(_FAILED):
-                return  # nothing was sent yet, so `finish` can send the error as a response with its status
+                # Nothing was sent yet, so `finish` can send the error as a response with its status
+                return
             if self._path == RESPONSES and more and not self._call.taken:
-                return  # vLLM sends the first events of a response before the engine has accepted the request
+                # vLLM sends the first events of a response before the engine has accepted the
+                # request
+                return
             await self._send(self._start)
             self._begun = True
         if self._streams:
-            *events, self._waiting = self._waiting.split(b"\n\n") if more else (*self._waiting.split(b"\n\n"), b"")
+            *events, self._waiting = (
+                self._waiting.split(b"\n\n") if more else (*self._waiting.split(b"\n\n"), b"")
+            )
             body = b"\n\n".join(map(self._event, events)) + b"\n\n" * (more and bool(events))
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def finish(self, error: Exception | None) -> None:
-        """Send the answer, unless it was streamed; `error` is what the application raised after it had answered."""
+        """Send the answer, unless it was streamed; `error` is what the application raised after it
+        had answered.
+        """
         if not self._begun:
             await self._response(error)(self._request.scope, self._request.receive, self._send)
 
     def _response(self, error: Exception | None) -> Response:
-        """Returns the response to send. vLLM's own checks crash on some requests, so an error that it raises before the
-        engine has begun to answer is reported as a bad request.
+        """Return the response to send. vLLM's own checks crash on some requests, so an error that
+        it raises before the engine has begun to answer is reported as a bad request.
         """
         status, refused = self._start.get("status", 500), self._call.refused
         if refused is not None and (status >= 400 or self._streams):
@@ -283,21 +361,31 @@ class AnswerSender:
         return answered
 
     def _keep(self, index: int, message: dict[str, Any] | None, place: dict[str, Any]) -> None:
-        """Add a finished choice's ids and log-probabilities to `place`, and record a chat's message in the history."""
+        """Add a finished choice's ids and log-probabilities to `place`, and record a chat's message
+        in the history.
+        """
         generation, conversation = self._call.generations.get(index), self._call.conversation
         if generation is None:
             return
         if self._call.messages is not None and conversation is not None:
             message = message or {"role": "assistant", "content": ""}
             conversation.history.record(self._call.messages, message, generation)
-            if self._call.turns is not None and not message.get("content") and not message.get("tool_calls"):
+            if (
+                self._call.turns is not None
+                and not message.get("content")
+                and not message.get("tool_calls")
+            ):
                 conversation.answered_empty.add(as_key(self._call.turns))
         # JSON has no minus infinity, which vLLM writes as -9999.0, too.
         logprobs = [max(logprob, -9999.0) for logprob in generation.logprobs]
-        place.update(zip(EXACT_FIELDS, (generation.prompt_ids, generation.token_ids, logprobs), strict=True))
+        place.update(
+            zip(EXACT_FIELDS, (generation.prompt_ids, generation.token_ids, logprobs), strict=True)
+        )
 
     def _complete_answer(self, answer: dict[str, Any]) -> None:
-        """Add ids to a complete answer of another dialect; a response is stored for requests that continue it."""
+        """Add ids to a complete answer of another dialect; a response is stored for requests that
+        continue it.
+        """
         self._keep(0, message_in(self._path, answer), answer)
         if self._path == RESPONSES:
             answer |= {"previous_response_id": self._previous, "store": self._call.items is not None}
@@ -307,9 +395,13 @@ class AnswerSender:
                 stored.keep(answer["id"], self._call.items + answer["output"])
 
     def _event(self, event: bytes) -> bytes:
-        """Returns one event of a stream. The text is collected, so that the last event can carry ids, as answers do."""
+        """Return one event of a stream. The text is collected, so that the last event can carry
+        ids, as answers do.
+        """
         kind, _, data = event.rpartition(b"data: ")
-        if not data.startswith(b"{") or (self._path not in (RESPONSES, MESSAGES) and b'"choices"' not in data):
+        if not data.startswith(b"{") or (
+            self._path not in (RESPONSES, MESSAGES) and b'"choices"' not in data
+        ):
             return event
         chunk = json.loads(data)
         if self._path == MESSAGES:
@@ -340,7 +432,7 @@ def _add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
 
 
 def _message_of(answer: bytes) -> str:
-    """Returns the message in an error response of vLLM or of its web framework."""
+    """Return the message in an error response of vLLM or of its web framework."""
     try:
         body = json.loads(answer)
         return str(body["error"]["message"] if "error" in body else body["detail"])
@@ -349,18 +441,30 @@ def _message_of(answer: bytes) -> str:
 
 
 def as_json(status: int, answer: Any, headers: Mapping[str, str] | None = None) -> Response:
-    """Returns a JSON response; Starlette's own class refuses NaN and halves of surrogate pairs."""
+    """Return a JSON response; Starlette's own class refuses NaN and halves of surrogate pairs."""
     return Response(json.dumps(answer), status, headers, "application/json")
 
 
 def error_response(status: int, text: str) -> Response:
-    """Returns an error in the form that OpenAI's clients expect, on one line of less than 300 characters.
+    """Return an error in the form that OpenAI's clients expect, on one line of less than 300
+    characters.
 
     A status for a body that was not read to its end also closes the connection.
     """
     kind = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
     sentence = " ".join(text.split())
     sentence = sentence if len(sentence) < 300 else f"{sentence[:298]}…"
-    error = {"message": sentence, "type": kind.get(status, "invalid_request_error"), "param": None, "code": status}
-    headers = {"retry-after": "1"} if status == 503 else {"connection": "close"} if status in (408, 413) else {}
+    error = {
+        "message": sentence,
+        "type": kind.get(status, "invalid_request_error"),
+        "param": None,
+        "code": status,
+    }
+    headers = (
+        {"retry-after": "1"}
+        if status == 503
+        else {"connection": "close"}
+        if status in (408, 413)
+        else {}
+    )
     return as_json(status, {"error": error}, headers)

@@ -5,10 +5,14 @@ import resource
 from typing import Any
 
 HEADER_SECONDS = 60.0
-"""Seconds that a client may take to send a request's headers, from its connection or the first byte on."""
+"""Seconds that a client may take to send a request's headers, from its connection or the first byte
+on.
+"""
 
 CONNECTIONS = 4096
-"""The most connections at a time, or half of the files that this process may open, if that is less."""
+"""The most connections at a time, or half of the files that this process may open, if that is
+less.
+"""
 
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
@@ -17,11 +21,11 @@ _FULL = (
 
 
 def with_limits(protocol: type[Any]) -> type[Any]:
-    """Returns a subclass of one of uvicorn's HTTP protocols that observes both limits.
+    """Return a subclass of one of uvicorn's HTTP protocols that observes both limits.
 
-    A connection is closed where it sends nothing, or only a part of a request's headers, for `HEADER_SECONDS`. No clock
-    runs while a request is being answered. Between requests, uvicorn's own clock (`timeout_keep_alive`) runs until the
-    next request begins to arrive.
+    A connection is closed where it sends nothing, or only a part of a request's headers, for
+    `HEADER_SECONDS`. No clock runs while a request is being answered. Between requests, uvicorn's
+    own clock (`timeout_keep_alive`) runs until the next request begins to arrive.
     """
 
     class LimitedProtocol(protocol):  # type: ignore[misc]
@@ -29,7 +33,9 @@ def with_limits(protocol: type[Any]) -> type[Any]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
-            if len(self.connections) > min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2):
+            if len(self.connections) > min(
+                CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+            ):
                 transport.write(_FULL)
                 transport.close()
             else:

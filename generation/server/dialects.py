@@ -1,4 +1,5 @@
-"""Converts OpenAI's Responses and Anthropic's Messages to chats, so that exact ids are kept in them as well.
+"""Converts OpenAI's Responses and Anthropic's Messages to chats, so that exact ids are kept in them
+as well.
 
 The parts that read vLLM's request classes were checked with vLLM 0.32.
 """
@@ -14,7 +15,8 @@ Item = dict[str, Any]
 
 
 def as_chat(request: Any, handler: Any) -> dict[str, Any] | None:
-    """Returns the chat that vLLM's handler will make of a parsed request; None for a request of another kind.
+    """Return the chat that vLLM's handler will make of a parsed request; None for a request of
+    another kind.
 
     Raises Refused where the request asks for tools that the server would have to run.
     """
@@ -22,12 +24,18 @@ def as_chat(request: Any, handler: Any) -> dict[str, Any] | None:
     if kind == "ResponsesRequest":
         for tool in request.tools:
             if tool.type not in ("function", "custom", "namespace"):
-                raise Refused(400, f"a tool is of type {tool.type!r}, but this server runs no tools: use functions")
+                raise Refused(
+                    400, f"a tool is of type {tool.type!r}, but this server runs no tools: use functions"
+                )
     elif kind != "AnthropicMessagesRequest":
         return None
     request = request.model_copy(deep=True)  # the conversion changes the request
     try:
-        chat = _chat_of_response(request) if kind == "ResponsesRequest" else _chat_of_message(request, handler)
+        chat = (
+            _chat_of_response(request)
+            if kind == "ResponsesRequest"
+            else _chat_of_message(request, handler)
+        )
     except VLLM_ERRORS:
         return None  # vLLM will report the mistake
     plain: dict[str, Any] = json.loads(json.dumps(chat, default=list))
@@ -46,7 +54,9 @@ def _chat_of_response(request: Any) -> dict[str, Any]:
     kwargs = dict(request.build_chat_params(None, "auto").chat_template_kwargs)
     continues = kwargs.pop("continue_final_message", False)
     del kwargs["add_generation_prompt"]
-    messages = construct_input_messages(request_instructions=request.instructions, request_input=request.input)
+    messages = construct_input_messages(
+        request_instructions=request.instructions, request_input=request.input
+    )
     tools = construct_tool_dicts(request.tools, request.tool_choice)
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     chat = {"model": request.model, "messages": messages, "tools": tools, "chat_template_kwargs": kwargs}
@@ -56,12 +66,17 @@ def _chat_of_response(request: Any) -> dict[str, Any]:
 def _chat_of_message(request: Any, handler: Any) -> dict[str, Any]:
     chat = handler.to_chat_completion_request(request, merge_inline_system=handler._merge_inline_system)
     tools = [tool.model_dump() for tool in chat.tools or []] or None
-    template = {"chat_template_kwargs": chat.chat_template_kwargs, "reasoning_effort": chat.reasoning_effort}
+    template = {
+        "chat_template_kwargs": chat.chat_template_kwargs,
+        "reasoning_effort": chat.reasoning_effort,
+    }
     return {"model": request.model, "messages": chat.messages, "tools": tools, **template}
 
 
 def message_in(path: str, answer: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns a complete answer as the chat message that the client will send back; None where the answer is empty."""
+    """Return a complete answer as the chat message that the client will send back; None where the
+    answer is empty.
+    """
     parts: Sequence[Item] = answer["output" if path == RESPONSES else "content"]
     content, calls = "", list[Item]()
     for part in parts:

@@ -1,4 +1,6 @@
-"""The gate in front of vLLM's application: authenticates, checks and completes requests, and reports figures."""
+"""The gate in front of vLLM's application: authenticates, checks and completes requests, and
+reports figures.
+"""
 
 import asyncio
 import hmac
@@ -51,7 +53,8 @@ TRAJECTORY_PATH = "/trajectories/"
 class Gate:
     """An ASGI application around vLLM's.
 
-    `local` is True where the server listens on loopback. `requests` counts answered requests by path and status.
+    `local` is True where the server listens on loopback. `requests` counts answered requests by
+    path and status.
     """
 
     app: ASGIApp
@@ -90,16 +93,22 @@ class Gate:
             return
 
     def _path(self, request: Request) -> str:
-        """Checks that a request is allowed. Returns its path, without the prefix of a trajectory's own address."""
+        """Check that a request is allowed. Return its path, without the prefix of a trajectory's
+        own address.
+        """
         if self.local and (name := foreign_host(request.headers.get("host", ""))):
-            raise Refused(403, f"this server listens on loopback, and is not {name[:80]!r}: use localhost or 127.0.0.1")
+            raise Refused(
+                403,
+                f"this server listens on loopback, and is not {name[:80]!r}: use localhost or 127.0.0.1",
+            )
         path, conversation = request.scope["path"], None
         if path.startswith(TRAJECTORY_PATH):
             place, _, rest = path.removeprefix(TRAJECTORY_PATH).partition("/")
             path, conversation = f"/{rest}", self.conversations.places.get(place)
             if conversation is None:
                 raise Refused(404, "there is no such trajectory, or it has ended")
-        path = path.replace("/v1/v1/", "/v1/", 1)  # Anthropic's clients add /v1 to a base URL that ends with it
+        # Anthropic's clients add /v1 to a base URL that ends with it
+        path = path.replace("/v1/v1/", "/v1/", 1)
         if path not in (*VLLM_PATHS, METRICS) and not path.startswith(f"{MODELS}/"):
             raise Refused(404, f"there is no {path[:80]} on this server, which has {', '.join(SERVED)}")
         api_key, token = self.settings.api_key, _token(request)
@@ -107,23 +116,35 @@ class Gate:
         if conversation is not None and not _equal(token, conversation.key):
             for counts in (conversation.counts, self.conversations.counts):
                 counts["lost_keys"] += request.method == "POST"
-            raise Refused(401, "the key of this trajectory was lost: send the api_key that came with this base_url")
-        # Clients choose the keys that they send in the header, so others might guess them: such keys are not trusted.
-        # Figures are about all trajectories, so no trajectory's key is enough for them.
+            raise Refused(
+                401, "the key of this trajectory was lost: send the api_key that came with this base_url"
+            )
+        # Clients choose the keys that they send in the header, so others might guess them: such
+        # keys are not trusted. Figures are about all trajectories, so no trajectory's key is enough
+        # for them.
         trusted = opened is not None and not opened.by_request and path != METRICS
         authorised = api_key is None or _equal(token, api_key) or trusted
         if not authorised and path != "/health":
-            raise Refused(401, "the API key is missing, or is not this server's: send the right one as a bearer token")
+            raise Refused(
+                401,
+                "the API key is missing, or is not this server's: send the right one as a bearer token",
+            )
         return path
 
     def _call(self, request: Request) -> ServedCall:
-        """Returns the call of a request for answers, with the trajectory that its header or bearer token names."""
+        """Return the call of a request for answers, with the trajectory that its header or bearer
+        token names.
+        """
         token, key, api_key = _token(request), request.headers.get(KEY_HEADER, ""), self.settings.api_key
         conversation = self.conversations.get(key or token)
         if key and not self.settings.header_keys:
-            raise Refused(400, f"this server takes no trajectory keys in the header {KEY_HEADER}: leave it out")
+            raise Refused(
+                400, f"this server takes no trajectory keys in the header {KEY_HEADER}: leave it out"
+            )
         if key and api_key is not None and not _equal(token, api_key) and token != key:
-            raise Refused(403, f"a trajectory's key cannot open another trajectory: leave {KEY_HEADER} out")
+            raise Refused(
+                403, f"a trajectory's key cannot open another trajectory: leave {KEY_HEADER} out"
+            )
         if conversation is not None:
             return ServedCall(conversation.sampling, conversation, totals=self.conversations.counts)
         if key:
@@ -173,7 +194,7 @@ class Gate:
         waiting: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
 
         async def receive() -> Message:
-            """Returns the completed body first, and then the client's further messages."""
+            """Return the completed body first, and then the client's further messages."""
             return waiting.pop() if waiting else await request.receive()
 
         answer = AnswerSender(request, send, call, stored, previous)
@@ -181,14 +202,17 @@ class Gate:
         error = None
         try:
             await self.app(scope, receive, answer.send)
-        except Exception as raised:  # Starlette raises an error again after it has answered it with status 500
+        except Exception as raised:
+            # Starlette raises an error again after it has answered it with status 500
             error = raised
         finally:
             CURRENT.reset(token)
         await answer.finish(error)
 
     async def _read(self, request: Request) -> bytes:
-        """Returns the complete body. Raises Refused where it is too large, or its header says so, or takes too long."""
+        """Return the complete body. Raises Refused where it is too large, or its header says so, or
+        takes too long.
+        """
         seconds, rules = self.settings.body_timeout_s, self.settings.image_rules
         limit = self.settings.max_body_bytes + (3 * rules.max_bytes if rules is not None else 0)
         announced, body = request.headers.get("content-length", ""), bytearray()
@@ -206,24 +230,31 @@ class Gate:
         return bytes(body)
 
     async def _exact_prefix(self, body: Body, call: ServedCall) -> KnownPrefix | None:
-        """Returns the ids that the prompt must begin with, if any: the client's, or those that were captured."""
+        """Return the ids that the prompt must begin with, if any: the client's, or those that were
+        captured.
+        """
         wanted = body.get("required_prefix_token_ids")
         client_prefix = bodies.take_prefix(body, self.limits.vocabulary)
         if not self.settings.keep_exact_ids:
             if wanted:
-                raise Refused(400, "required_prefix_token_ids is set, but this server does not keep exact ids")
+                raise Refused(
+                    400, "required_prefix_token_ids is set, but this server does not keep exact ids"
+                )
             return None
         prefix = None
         if call.conversation is not None and not body.get("continue_final_message"):
             with suppress(*VLLM_ERRORS):  # vLLM will report messages that cannot be read
                 prefix = call.conversation.history.known_prefix(bodies.readable_messages(body))
-        # Captured ids are known to fit; a client's are checked later, and used only where they cover more messages.
+        # Captured ids are known to fit; a client's are checked later, and used only where they
+        # cover more messages.
         if prefix is None or (client_prefix is not None and client_prefix.messages > prefix.messages):
             prefix = client_prefix
         if prefix is None:
             return None
         if body.get("continue_final_message"):
-            raise Refused(400, "exact ids cannot be kept with continue_final_message: the last answer has no end")
+            raise Refused(
+                400, "exact ids cannot be kept with continue_final_message: the last answer has no end"
+            )
         status, answer = await self._ask(TOKENIZE, bodies.prefix_request(body, prefix.messages))
         if status != 200:
             raise Refused(status, answer["error"]["message"])
@@ -233,14 +264,18 @@ class Gate:
         """Answer a /tokenize request as vLLM does, but with exact ids."""
         status, answer = await self._ask(TOKENIZE, body)
         if status == 200:
-            ids = bodies.exact_prompt(exact, self.tokenizer, answer["tokens"], self.settings.eos_token_ids)
+            ids = bodies.exact_prompt(
+                exact, self.tokenizer, answer["tokens"], self.settings.eos_token_ids
+            )
             answer |= {"tokens": ids, "count": len(ids)}
             if answer.get("token_strs"):
                 answer["token_strs"] = self.tokenizer.convert_ids_to_tokens(ids)
         await bodies.as_json(status, answer)(request.scope, request.receive, send)
 
     async def _answer(self, request: Request) -> Response:
-        """Returns the answer to a request for figures, or for one model, which vLLM's application does not have."""
+        """Return the answer to a request for figures, or for one model, which vLLM's application
+        does not have.
+        """
         if request.method not in ("GET", "HEAD"):
             raise Refused(405, f"{request.scope['path'][:80]} takes GET only")
         if request.scope["path"] == METRICS:
@@ -250,15 +285,21 @@ class Gate:
         for model in listed["data"]:
             if model["id"] == name:
                 return bodies.as_json(200, model)
-        raise Refused(404, f"there is no model {name[:80]!r} on this server, which has {listed['data'][0]['id']}")
+        raise Refused(
+            404, f"there is no model {name[:80]!r} on this server, which has {listed['data'][0]['id']}"
+        )
 
     def _figures(self) -> Response:
-        """Returns vLLM's figures, where the engine keeps any, and this server's, in Prometheus's format."""
+        """Return vLLM's figures, where the engine keeps any, and this server's, in Prometheus's
+        format.
+        """
         from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
         from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-        answered = CounterMetricFamily("hotbunk_requests", "requests answered", labels=["path", "status"])
+        answered = CounterMetricFamily(
+            "hotbunk_requests", "requests answered", labels=["path", "status"]
+        )
         for (path, status), count in sorted(self.requests.items()):
             answered.add_metric([path, str(status)], count)
         figures: list[Any] = [answered]
@@ -267,10 +308,14 @@ class Gate:
             count = self.conversations.counts[name] + (not_taken if name == "retemplated" else 0)
             figures.append(CounterMetricFamily(f"hotbunk_{name}", meaning, value=count))
         open_ = len(self.conversations)
-        figures.append(GaugeMetricFamily("hotbunk_trajectories", "trajectories being captured", value=open_))
+        figures.append(
+            GaugeMetricFamily("hotbunk_trajectories", "trajectories being captured", value=open_)
+        )
         with suppress(EngineStateError):  # a sleeping engine has no version
             version = self.worker.state.usable_version()
-            figures.append(GaugeMetricFamily("hotbunk_weight_version", "the version of the weights", value=version))
+            figures.append(
+                GaugeMetricFamily("hotbunk_weight_version", "the version of the weights", value=version)
+            )
 
         class ServerFigures:
             def collect(self) -> list[Any]:
@@ -282,7 +327,9 @@ class Gate:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def _ask(self, path: str, body: Body | None = None) -> tuple[int, Any]:
-        """Returns the status and the JSON answer of vLLM's application to a request that this server makes itself."""
+        """Return the status and the JSON answer of vLLM's application to a request that this server
+        makes itself.
+        """
         method, content = ("GET", "") if body is None else ("POST", json.dumps(body))
         headers = {"content-type": "application/json"}
         request = httpx.Request(method, f"http://localhost{path}", content=content, headers=headers)
@@ -292,11 +339,15 @@ class Gate:
 
 
 def _token(request: Request) -> str:
-    """Returns the key that a client sends as a bearer token or, as Anthropic's clients do, in `x-api-key`."""
+    """Return the key that a client sends as a bearer token or, as Anthropic's clients do, in
+    `x-api-key`.
+    """
     kind, _, token = request.headers.get("authorization", "").partition(" ")
     return token.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
 def _equal(token: str, key: str) -> bool:
-    """Returns True if both are equal. The time that it takes does not reveal how much of the token is right."""
+    """Return True if both are equal. The time that it takes does not reveal how much of the token
+    is right.
+    """
     return hmac.compare_digest(token.encode(), key.encode())

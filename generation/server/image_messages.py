@@ -1,7 +1,9 @@
-"""Reads the images in clients' requests as the run reads its own, and expands their placeholders as the run does.
+"""Read the images in clients' requests as the run reads its own, and expand their placeholders as
+the run does.
 
-vLLM renders the chat, whichever dialect it came in. It neither fetches nor decodes an image, nor does it decide where
-an image stands in the prompt. Two methods of its renderer are replaced for that; they are those of vLLM 0.32.
+vLLM renders the chat, whichever dialect it came in. It neither fetches nor decodes an image, nor
+does it decide where an image stands in the prompt. Two methods of its renderer are replaced for
+that; they are those of vLLM 0.32.
 """
 
 import asyncio
@@ -21,15 +23,20 @@ if TYPE_CHECKING:
 
 
 DECODED = 1 << 25
-"""The most pixels of a client's image that is decoded to be made smaller; at 12 bytes a pixel, that takes 384 MiB."""
+"""The most pixels of a client's image that is decoded to be made smaller; at 12 bytes a pixel, that
+takes 384 MiB.
+"""
 
 
-def continued(rendered: PromptInput, exact: KnownPrefix, ids: list[int], rules: ImageRules) -> PromptInput:
-    """Returns a rendered prompt with other ids: `ids`, which begin with the exact ids unless those could not be kept.
+def continued(
+    rendered: PromptInput, exact: KnownPrefix, ids: list[int], rules: ImageRules
+) -> PromptInput:
+    """Return a rendered prompt with other ids: `ids`, which begin with the exact ids unless those
+    could not be kept.
 
-    The ids after the exact ids are the end of `rendered`, so images there have the same place, counted from the end.
-    Images within the exact ids have the places that they had in the captured answer. Raises Refused where the messages
-    have other images than the captured answer.
+    The ids after the exact ids are the end of `rendered`, so images there have the same place,
+    counted from the end. Images within the exact ids have the places that they had in the captured
+    answer. Raises Refused where the messages have other images than the captured answer.
     """
     begin = len(exact.ids)
     if ids == rendered.ids or ids[:begin] != exact.ids:
@@ -39,7 +46,9 @@ def continued(rendered: PromptInput, exact: KnownPrefix, ids: list[int], rules: 
     earlier = rendered.images[: len(rendered.images) - len(later)]
     if exact.answer is None:
         try:
-            return PromptInput(ids, rendered.images, (*rules.processor.spans(exact.ids, earlier), *later))
+            return PromptInput(
+                ids, rendered.images, (*rules.processor.spans(exact.ids, earlier), *later)
+            )
         except ValueError as error:
             raise Refused(400, f"the request {error}: its ids are not those of its messages") from error
     if exact.answer.images != earlier:
@@ -48,9 +57,12 @@ def continued(rendered: PromptInput, exact: KnownPrefix, ids: list[int], rules: 
 
 
 def serve_images(renderer: "BaseRenderer", rules: ImageRules) -> None:
-    """Have the renderer of a running engine read images as `rules` say, and note them in the call that it serves."""
+    """Have the renderer of a running engine read images as `rules` say, and note them in the call
+    that it serves.
+    """
     rules = replace(rules, limits=replace(rules.limits, decoded=DECODED))
-    decoder = ThreadPoolExecutor(1, "images")  # a single thread: images are decoded one at a time, to save memory
+    # A single thread: images are decoded one at a time, to save memory
+    decoder = ThreadPoolExecutor(1, "images")
     render, tokenize = type(renderer).render_messages_async, renderer._tokenize_prompt_async
 
     async def render_messages(messages: Sequence[Any], params: Any) -> Any:
@@ -65,7 +77,9 @@ def serve_images(renderer: "BaseRenderer", rules: ImageRules) -> None:
             if [*media] != ["image"] or not all(isinstance(image, Image) for image in images):
                 raise ValueError("has images in a form that is not served: send them as image_url")
             special = params.add_special_tokens
-            ids, spans = await asyncio.to_thread(rules.processor.expand, prompt["prompt"], images, special=special)
+            ids, spans = await asyncio.to_thread(
+                rules.processor.expand, prompt["prompt"], images, special=special
+            )
         if (call := CURRENT.get()) is not None:
             call.expanded = PromptInput(ids, images, spans)
         return {"prompt": prompt["prompt"], "prompt_token_ids": ids}
@@ -76,7 +90,9 @@ def serve_images(renderer: "BaseRenderer", rules: ImageRules) -> None:
 
 @contextmanager
 def _refused_to_client() -> Iterator[None]:
-    """Turns a ValueError into a `Refused` that the client gets; its text is a sentence that lacks "the request"."""
+    """Turn a ValueError into a `Refused` that the client gets; its text is a sentence that lacks
+    "the request".
+    """
     try:
         yield
     except ValueError as error:
@@ -87,7 +103,7 @@ def _refused_to_client() -> Iterator[None]:
 
 
 async def _with_images(messages: Sequence[Any], rules: ImageRules, decoder: Executor) -> list[Any]:
-    """Returns the messages with their images read. Raises Refused where one cannot be read."""
+    """Return the messages with their images read. Raises Refused where one cannot be read."""
     copies = [dict(message) if isinstance(message, Mapping) else message for message in messages]
     places: list[tuple[list[Any], int]] = []
     for message in copies:
@@ -102,9 +118,14 @@ async def _with_images(messages: Sequence[Any], rules: ImageRules, decoder: Exec
             raise ValueError(f"has {len(places)} images, more than data.max_images = {rules.most}")
         urls = (parts[index].get("image_url") for parts, index in places)
         images: tuple[Image, ...] = ()
-        for number, url in enumerate(urls, start=1):  # one at a time, so that other requests have their turn between
+        for number, url in enumerate(urls, start=1):
+            # one at a time, so that other requests have their turn between
             source = await _source(url, number, rules)
-            images += (await asyncio.get_running_loop().run_in_executor(decoder, rules.read_one, source, number),)
+            images += (
+                await asyncio.get_running_loop().run_in_executor(
+                    decoder, rules.read_one, source, number
+                ),
+            )
         if (call := CURRENT.get()) is not None:  # else the request asks for no answer, but for ids
             images = call.admit(images, rules)
     for (parts, index), image in zip(places, images, strict=True):
@@ -113,12 +134,14 @@ async def _with_images(messages: Sequence[Any], rules: ImageRules, decoder: Exec
 
 
 def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and (part.get("type") in ("image_url", "input_image") or "image_url" in part)
+    return isinstance(part, Mapping) and (
+        part.get("type") in ("image_url", "input_image") or "image_url" in part
+    )
 
 
 async def _source(source: Any, number: int, rules: ImageRules) -> Any:
-    """Returns a data URL, or the bytes fetched from a remote one. Raises ValueError for anything else, which would be
-    read as a file of this machine.
+    """Return a data URL, or the bytes fetched from a remote one. Raises ValueError for anything
+    else, which would be read as a file of this machine.
     """
     source = source.get("url") if isinstance(source, Mapping) else source
     if not isinstance(source, str) or not source.startswith(("data:", "http://", "https://")):

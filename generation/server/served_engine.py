@@ -1,7 +1,8 @@
-"""The engine as vLLM's handlers see it: requests are checked, prompts begin with exact ids, and answers are captured.
+"""The engine as vLLM's handlers see it: requests are checked, prompts begin with exact ids, and
+answers are captured.
 
-This module also holds whatever depends on parts of vLLM's HTTP server that are private or change between releases; it
-was checked with vLLM 0.32.
+This module also holds whatever depends on parts of vLLM's HTTP server that are private or change
+between releases; it was checked with vLLM 0.32.
 """
 
 import logging
@@ -23,7 +24,14 @@ from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import Generation
 from generation.images import PromptInput
 from generation.server.bodies import Limits, check_unforced, exact_prompt, fill_sampling, short
-from generation.server.conversations import CURRENT, VLLM_ERRORS, Conversations, Refused, ServedCall, ServerSettings
+from generation.server.conversations import (
+    CURRENT,
+    VLLM_ERRORS,
+    Conversations,
+    Refused,
+    ServedCall,
+    ServerSettings,
+)
 from generation.server.dialects import as_chat
 from generation.server.image_messages import continued, serve_images
 
@@ -32,12 +40,32 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 _log = logging.getLogger(__name__)
-# Requests may set these as they like: they decide how many answers there are, how long they are, and which figures come
-# with them. None changes the probability of a token.
+# Requests may set these as they like: they decide how many answers there are, how long they are,
+# and which figures come with them. None changes the probability of a token.
 _UNCHECKED = {
-    *("n", "seed", "max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "output_text_buffer_length"),
-    *("logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
-    *("flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind"),
+    *(
+        "n",
+        "seed",
+        "max_tokens",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "output_text_buffer_length",
+    ),
+    *(
+        "logprobs",
+        "prompt_logprobs",
+        "prompt_logprob_token_ids",
+        "prompt_logprob_start",
+        "logprob_token_ids",
+    ),
+    *(
+        "flat_logprobs",
+        "detokenize",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "output_kind",
+    ),
     *("stream_interval", "skip_clone", "skip_reading_prefix_cache", "routed_experts_prompt_start"),
     *("truncate_prompt_tokens", "repetition_detection"),
 }
@@ -46,7 +74,9 @@ _UNCHECKED = {
 class ServedEngine:
     """vLLM's engine with another `generate`; every other attribute is that of the engine."""
 
-    def __init__(self, worker: Engine, settings: ServerSettings, limits: Limits, conversations: Conversations) -> None:
+    def __init__(
+        self, worker: Engine, settings: ServerSettings, limits: Limits, conversations: Conversations
+    ) -> None:
         self._worker = worker
         self._tokenizer = worker.llm.get_tokenizer()
         self._settings = settings
@@ -59,8 +89,8 @@ class ServedEngine:
         return getattr(self._worker.llm, name)
 
     async def check(self, request: Any, handler: Any) -> None:
-        """Check a request that vLLM has parsed, and fill in the sampling settings that it leaves open, before `handler`
-        works on it.
+        """Check a request that vLLM has parsed, and fill in the sampling settings that it leaves
+        open, before `handler` works on it.
         """
         if (call := CURRENT.get()) is None:
             return
@@ -70,7 +100,8 @@ class ServedEngine:
             if call.sampling is not None:
                 check_unforced(request)
             if type(request).__name__ == "AnthropicMessagesRequest":
-                if call.sampling is not None:  # Anthropic's clients must name a length, so it is cut, not refused
+                if call.sampling is not None:
+                    # Anthropic's clients must name a length, so it is cut, not refused
                     request.max_tokens = min(request.max_tokens, call.sampling.max_tokens)
                 return  # the chat that vLLM makes of this request is checked, too
             self._limits.check(request)
@@ -79,8 +110,12 @@ class ServedEngine:
             elif not request.ignore_eos:
                 request.stop_token_ids = [*(request.stop_token_ids or []), *self._settings.eos_token_ids]
 
-    def generate(self, prompt: Any, sampling_params: "SamplingParams", request_id: str, **options: Any) -> Stream:
-        """Returns a stream of outputs, as vLLM's engine does. Raises Refused at once, before the stream begins."""
+    def generate(
+        self, prompt: Any, sampling_params: "SamplingParams", request_id: str, **options: Any
+    ) -> Stream:
+        """Return a stream of outputs, as vLLM's engine does. Raises Refused at once, before the
+        stream begins.
+        """
         call = CURRENT.get()
         if call is None:
             return self._worker.submit(prompt, sampling_params, request_id, **options)
@@ -97,15 +132,21 @@ class ServedEngine:
             outputs = self._in_slices(turnstile, sampled, prompt.get("prompt"), **options)
         return self._captured(call, outputs, sampled, first)
 
-    async def _uncut(self, sampled: "_Sampled", prompt: Mapping[str, Any], name: str, **options: Any) -> Stream:
-        """Yields the outputs of a request whose answers are not cut into slices."""
+    async def _uncut(
+        self, sampled: "_Sampled", prompt: Mapping[str, Any], name: str, **options: Any
+    ) -> Stream:
+        """Yield the outputs of a request whose answers are not cut into slices."""
         completed = {**prompt, **await self._worker.prompt(sampled.prompt)}
         async with aclosing(self._worker.submit(completed, sampled.params, name, **options)) as outputs:
             async for output in outputs:
                 yield output
 
-    async def _in_slices(self, turnstile: Turnstile, sampled: "_Sampled", text: str | None, **options: Any) -> Stream:
-        """Yields one output, also to a streaming client, when all of the request's choices are complete."""
+    async def _in_slices(
+        self, turnstile: Turnstile, sampled: "_Sampled", text: str | None, **options: Any
+    ) -> Stream:
+        """Yield one output, also to a streaming client, when all of the request's choices are
+        complete.
+        """
         from vllm.sampling_params import RequestOutputKind
 
         params, prompt = sampled.params, sampled.prompt
@@ -113,19 +154,30 @@ class ServedEngine:
         slice_params.n, slice_params.output_kind = 1, RequestOutputKind.FINAL_ONLY
 
         async def choice(index: int) -> "tuple[RequestOutput, CompletionOutput]":
-            answer = Unfinished(prompt.ids, (params.seed or 0) + index, params.max_tokens)  # vLLM's seeds with n > 1
-            outputs = await self._worker.request_in_slices(answer, slice_params, turnstile, prompt, **options)
+            # vLLM's seeds with n > 1
+            answer = Unfinished(prompt.ids, (params.seed or 0) + index, params.max_tokens)
+            outputs = await self._worker.request_in_slices(
+                answer, slice_params, turnstile, prompt, **options
+            )
             sampled.versions[index] = answer.versions
             return outputs[0], joined_slices(outputs, slice_params, self._tokenizer, index)
 
         async with aclosing(as_ready(map(choice, range(params.n)))) as ready:
             done = dict([pair async for pair in ready])
         output = done[0][0]
-        output.prompt, output.outputs, output.finished = text, [done[index][1] for index in sorted(done)], True
+        output.prompt, output.outputs, output.finished = (
+            text,
+            [done[index][1] for index in sorted(done)],
+            True,
+        )
         yield output
 
-    async def _captured(self, call: ServedCall, outputs: Stream, sampled: "_Sampled", first: int) -> Stream:
-        """Yields the outputs as they arrive, and captures the generation of each choice that is finished."""
+    async def _captured(
+        self, call: ServedCall, outputs: Stream, sampled: "_Sampled", first: int
+    ) -> Stream:
+        """Yield the outputs as they arrive, and capture the generation of each choice that is
+        finished.
+        """
         async with aclosing(outputs):
             try:
                 async for output in outputs:
@@ -139,18 +191,21 @@ class ServedEngine:
                     yield output
             except Refused as refused:
                 raise client_error(call, refused) from refused
-            except ImageCountError as error:  # the model's files are to blame, so every other request would fail, too
+            except ImageCountError as error:
+                # the model's files are to blame, so every other request would fail, too
                 if call.conversation is not None:
                     call.conversation.fatal = error
                 raise client_error(call, Refused(500, str(error))) from error
             except request_errors() as error:
-                if call.taken or (error.__cause__ is not None and not isinstance(error.__cause__, VLLM_ERRORS)):
+                if call.taken or (
+                    error.__cause__ is not None and not isinstance(error.__cause__, VLLM_ERRORS)
+                ):
                     raise
                 sentence = str(error) or f"vLLM cannot take the request: {error.__cause__!r}"
                 raise client_error(call, Refused(400, sentence)) from error
 
     def _exact_prompt(self, call: ServedCall, prompt: Any) -> PromptInput:
-        """Returns the prompt with exact ids, and its images."""
+        """Return the prompt with exact ids, and its images."""
         if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
             raise Refused(400, "a prompt must be text or token ids: embeddings cannot be trained on")
         ids, exact = list(prompt["prompt_token_ids"]), call.exact
@@ -164,14 +219,20 @@ class ServedEngine:
             raise Refused(400, "truncate_prompt_tokens may cut an image in two: leave it out")
         return expanded if exact is None else continued(expanded, exact, ids, self._settings.image_rules)
 
-    def _params(self, call: ServedCall, params: "SamplingParams", prompt_length: int) -> "SamplingParams":
-        """Returns the request's parameters with a length that fits in the context, and with log-probabilities."""
+    def _params(
+        self, call: ServedCall, params: "SamplingParams", prompt_length: int
+    ) -> "SamplingParams":
+        """Return the request's parameters with a length that fits in the context, and with
+        log-probabilities.
+        """
         length = self._worker.settings.max_model_len
         trained = length if call.sampling is None else call.sampling.max_tokens
         wanted = min(trained, length if params.max_tokens is None else params.max_tokens)
         budget = response_budget(prompt_length, wanted, length)
         if budget == 0:
-            raise Refused(400, f"a prompt of {prompt_length} tokens leaves no room in a context length of {length}")
+            raise Refused(
+                400, f"a prompt of {prompt_length} tokens leaves no room in a context length of {length}"
+            )
         params = params.clone()
         params.max_tokens = budget
         if params.logprobs is None:
@@ -181,21 +242,28 @@ class ServedEngine:
                 params.structured_outputs = None
                 if call.count("strict_ignored"):
                     _log.warning(
-                        "strict tools and parallel_tool_calls: false are not enforced in training, since the policy "
-                        "learns from answers whose form it has chosen itself; further such requests are only counted"
+                        "strict tools and parallel_tool_calls: false are not enforced in training, "
+                        "since the policy learns from answers whose form it has chosen itself; "
+                        "further such requests are only counted"
                     )
             _check_sampling(params, call.sampling)
         if call.processors is not None:
             params.extra_args = (params.extra_args or {}) | {REQUESTED: call.processors}
         if call.conversation is not None:
             seed = call.conversation.next_seed()
-            params.seed = seed if params.seed is None and call.sampling and call.sampling.temperature else params.seed
+            params.seed = (
+                seed
+                if params.seed is None and call.sampling and call.sampling.temperature
+                else params.seed
+            )
         return params
 
 
 @contextmanager
 def _noting_refusal(call: ServedCall) -> Iterator[None]:
-    """Notes in the call why its request is refused, so that the client gets the reason whatever vLLM raises."""
+    """Note in the call why its request is refused, so that the client gets the reason whatever vLLM
+    raises.
+    """
     try:
         yield
     except Refused as refused:
@@ -204,9 +272,11 @@ def _noting_refusal(call: ServedCall) -> Iterator[None]:
 
 
 def check_ready(worker: Engine, call: ServedCall) -> int | None:
-    """Returns the version of the weights that will answer; None where the request waits for a version at a gate.
+    """Return the version of the weights that will answer; None where the request waits for a
+    version at a gate.
 
-    Raises Refused with status 503 while there is no version, or another one than the conversation needs.
+    Raises Refused with status 503 while there is no version, or another one than the conversation
+    needs.
     """
     try:
         if worker.llm.errored:
@@ -237,8 +307,8 @@ def _check_sampling(params: "SamplingParams", trained: SamplingSettings) -> None
 
 @dataclass
 class _Sampled:
-    """One prompt's answers so far: ids and log-probabilities by choice. Where answers grow slice by slice, `version` is
-    None, and `versions` has the versions of each choice.
+    """One prompt's answers so far: ids and log-probabilities by choice. Where answers grow slice by
+    slice, `version` is None, and `versions` has the versions of each choice.
     """
 
     prompt: PromptInput
@@ -249,11 +319,15 @@ class _Sampled:
     logprobs: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, choice: "CompletionOutput") -> Generation | None:
-        """Note a choice's tokens. Returns its generation once it is finished. Raises Refused where it ended early."""
+        """Note a choice's tokens. Return its generation once it is finished. Raises Refused where
+        it ended early.
+        """
         from vllm.sampling_params import RequestOutputKind
 
         ids = list(choice.token_ids)
-        logprobs = [position[token].logprob for position, token in zip(choice.logprobs or [], ids, strict=True)]
+        logprobs = [
+            position[token].logprob for position, token in zip(choice.logprobs or [], ids, strict=True)
+        ]
         if self.params.output_kind is RequestOutputKind.DELTA:
             ids = self.ids.get(choice.index, []) + ids
             logprobs = self.logprobs.get(choice.index, []) + logprobs
@@ -261,10 +335,15 @@ class _Sampled:
         if choice.finish_reason is None:
             return None
         if choice.finish_reason == "abort":
-            raise Refused(503, "the engine was put to sleep before the answer was finished; try again later")
+            raise Refused(
+                503, "the engine was put to sleep before the answer was finished; try again later"
+            )
         if choice.finish_reason == "error" and self.params.structured_outputs is not None:
-            # No text fits a grammar such as `root ::= root root`; vLLM would answer with status 500.
-            raise Refused(400, "no token fits the grammar of structured_outputs or response_format: correct it")
+            # No text fits a grammar such as `root ::= root root`; vLLM would answer with status
+            # 500.
+            raise Refused(
+                400, "no token fits the grammar of structured_outputs or response_format: correct it"
+            )
         versions = [(self.version, 0)] if self.version is not None else self.versions[choice.index]
         return Generation(
             ids,
@@ -281,7 +360,9 @@ class _Sampled:
 def joined_slices(
     outputs: "Sequence[RequestOutput]", params: "SamplingParams", tokenizer: Any, index: int
 ) -> "CompletionOutput":
-    """Returns an answer's slices as one completion, with the text that vLLM gives an answer that is not cut."""
+    """Return an answer's slices as one completion, with the text that vLLM gives an answer that is
+    not cut.
+    """
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     parts = [output.outputs[0] for output in outputs]
@@ -290,7 +371,9 @@ def joined_slices(
         logprobs.extend(part.logprobs)
     if params.detokenize and len(parts) > 1:
         ids = outputs[0].prompt_token_ids
-        request = SimpleNamespace(request_id="", sampling_params=params, prompt_token_ids=ids, prompt_embeds=None)
+        request = SimpleNamespace(
+            request_id="", sampling_params=params, prompt_token_ids=ids, prompt_embeds=None
+        )
         detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
         for part in parts:
             detokenizer.update(list(part.token_ids), part.finish_reason == "stop")
@@ -302,8 +385,8 @@ def joined_slices(
 
 
 def client_error(call: ServedCall, refused: Refused) -> Exception:
-    """Notes a refusal in the call. Returns the one kind of error that vLLM's handlers pass on to the client, also in a
-    stream, without logging a traceback.
+    """Note a refusal in the call. Return the one kind of error that vLLM's handlers pass on to the
+    client, also in a stream, without logging a traceback.
     """
     from vllm.exceptions import GenerationError
 
@@ -314,8 +397,9 @@ def client_error(call: ServedCall, refused: Refused) -> Exception:
 
 @contextmanager
 def _root_logging_kept() -> Iterator[None]:
-    """Restores the levels of the root logger and its handlers at the end. Importing a part of vLLM's server changes
-    them for the whole process, and vLLM restores only handlers (vllm/entrypoints/serve/sagemaker/api_router.py).
+    """Restore the levels of the root logger and its handlers at the end. Importing a part of vLLM's
+    server changes them for the whole process, and vLLM restores only handlers
+    (vllm/entrypoints/serve/sagemaker/api_router.py).
     """
     loggers: list[logging.Logger | logging.Handler] = [logging.root, *logging.root.handlers]
     levels = [(logger, logger.level) for logger in loggers]
@@ -327,15 +411,16 @@ def _root_logging_kept() -> Iterator[None]:
 
 
 async def build_openai_app(engine: ServedEngine, settings: ServerSettings) -> Any:
-    """Builds vLLM's own OpenAI-compatible FastAPI application on an engine that is already running.
+    """Build vLLM's own OpenAI-compatible FastAPI application on an engine that is already running.
 
-    Each request for answers that vLLM has parsed goes through `ServedEngine.check` before its handler works on it.
-    Raises ValueError where vLLM has no parser of a name in the settings.
+    Each request for answers that vLLM has parsed goes through `ServedEngine.check` before its
+    handler works on it. Raises ValueError where vLLM has no parser of a name in the settings.
     """
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     name = settings.model_name
-    words = ["--model", name, "--served-model-name", name]  # clients see the former, too, as the model's root
+    # Clients see the former, too, as the model's root
+    words = ["--model", name, "--served-model-name", name]
     if settings.tool_parser is not None:
         words += ["--enable-auto-tool-choice", "--tool-call-parser", settings.tool_parser]
     if settings.reasoning_parser is not None:
@@ -369,14 +454,18 @@ _ANSWERING = {
     "openai_serving_responses": ["create_responses"],
     "anthropic_serving_messages": ["create_messages", "create_chat_completion"],
 }
-"""The names of handlers in the application's state, and of their methods that take requests for answers."""
+"""The names of handlers in the application's state, and of their methods that take requests for
+answers.
+"""
 
 
 _LOGGERS = ("vllm.parser", "vllm.tool_parsers", "vllm.reasoning", "vllm.entrypoints.anthropic")
 
 
 def _one_line(record: logging.LogRecord) -> bool:
-    """Filters vLLM's log: the traceback for an answer that a parser cannot read becomes one line, and is counted."""
+    """Filter vLLM's log: the traceback for an answer that a parser cannot read becomes one line,
+    and is counted.
+    """
     call = CURRENT.get()
     if call is None or not record.exc_info:
         return True
@@ -385,7 +474,10 @@ def _one_line(record: logging.LogRecord) -> bool:
     first = not call.unread and call.count("unread_calls")
     call.unread = True
     error, record.exc_info, record.args = record.exc_info[1], None, ()
-    record.msg = f"an answer's tool calls cannot be read ({error}); further such answers count in server/unread_calls"
+    record.msg = (
+        f"an answer's tool calls cannot be read ({error}); further such answers count in "
+        "server/unread_calls"
+    )
     return first
 
 

@@ -1,9 +1,11 @@
-"""Comes before PyPI's torchvision where torch is a build for CPUs: defines what is missing there, and makes way for it.
+"""Comes before PyPI's torchvision where torch is a build for CPUs: defines what is missing there,
+and makes way for it.
 
-The compiled part of that torchvision needs CUDA's libraries. Without that part its operators are undefined, and its
-import fails as it registers fakes for them (https://github.com/pytorch/vision/issues/8985); Transformers, which imports
-torchvision wherever it finds it, fails with it. What processes images uses none of these operators, so defining them
-is enough.
+The compiled part of that torchvision needs CUDA's libraries. Without that part its operators are
+undefined, and its import fails as it registers fakes for them
+(https://github.com/pytorch/vision/issues/8985); Transformers, which imports torchvision wherever it
+finds it, fails with it. What processes images uses none of these operators, so defining them is
+enough.
 """
 
 import sys
@@ -14,7 +16,9 @@ import torch
 
 _ROIS = "Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width"
 _PAIRS = ", ".join(f"SymInt {name}_h, SymInt {name}_w" for name in ("stride", "pad", "dilation"))
-_GRADIENT = "SymInt batch_size, SymInt channels, SymInt height, SymInt width, int sampling_ratio, bool aligned"
+_GRADIENT = (
+    "SymInt batch_size, SymInt channels, SymInt height, SymInt width, int sampling_ratio, bool aligned"
+)
 _OPERATORS = [
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",

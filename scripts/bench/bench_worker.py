@@ -28,7 +28,7 @@ class BenchWorker(VllmInternalWorkerExtension):
     bench_memory: Callable[[], None] | None = None
 
     def bench_copy(self, nbytes: int) -> float:
-        """Returns the seconds that a copy of `nbytes` bytes takes."""
+        """Return the seconds that a copy of `nbytes` bytes takes."""
         worker: Any = self
         if self.bench_memory is None:
             self.bench_memory = plain_copy(nbytes, worker.device)
@@ -36,9 +36,13 @@ class BenchWorker(VllmInternalWorkerExtension):
         return timed(self.bench_memory, worker.device)
 
     def bench_load(self, rounds: int) -> dict[str, list[float]]:
-        """Returns the seconds of each way to load weights that are in this process already, after a complete update."""
+        """Return the seconds of each way to load weights that are in this process already, after a complete update."""
         worker: Any = self
-        model, manifest, recording = worker.get_model(), self.hotbunk_weights or {}, self.hotbunk_recording
+        model, manifest, recording = (
+            worker.get_model(),
+            self.hotbunk_weights or {},
+            self.hotbunk_recording,
+        )
         weights, apart = resident(manifest, worker.device), reprocessed_modules(model, _PLAIN_ON_CPU)
 
         def update(replay: bool) -> None:
@@ -51,7 +55,9 @@ class BenchWorker(VllmInternalWorkerExtension):
             for weight in weights:
                 model.load_weights([weight])
 
-        ways: dict[str, Any] = {"memcpy": plain_copy(sum(tensor.nbytes for _, tensor in weights), worker.device)}
+        ways: dict[str, Any] = {
+            "memcpy": plain_copy(sum(tensor.nbytes for _, tensor in weights), worker.device)
+        }
         ways["digest"] = lambda: digests_of({name: [tensor] for name, tensor in weights}, None)
         ways["loaders"] = lambda: update(replay=False)
         if not apart:
@@ -60,7 +66,7 @@ class BenchWorker(VllmInternalWorkerExtension):
             return in_turns(ways, rounds, worker.device)
 
     def bench_trl(self, rounds: int) -> list[float]:
-        """Returns the seconds of TRL's `sync_weights`, with the trainer's model and the engine's in this process."""
+        """Return the seconds of TRL's `sync_weights`, with the trainer's model and the engine's in this process."""
         from trl.distributed import DistributedBackend
         from trl.generation.vllm_generation import VLLMGeneration
 
@@ -76,7 +82,7 @@ class BenchWorker(VllmInternalWorkerExtension):
         return seconds(generation.sync_weights, rounds, worker.device)
 
     def bench_connect(self, address: str, secret: str) -> None:
-        """Connects to the trainer's process, for `bench_verl`."""
+        """Connect to the trainer's process, for `bench_verl`."""
         self.bench_channel = connect(address, secret, "bench", 0)
 
     def bench_verl(self) -> None:
@@ -107,12 +113,12 @@ class BenchWorker(VllmInternalWorkerExtension):
         process_weights_after_loading(model, worker.vllm_config.model_config, worker.device)
 
     def bench_sum(self) -> float:
-        """Returns the sum of all weights of the model."""
+        """Return the sum of all weights of the model."""
         return total(self.get_model().parameters())  # type: ignore[attr-defined]
 
 
 def resident(manifest: Manifest, device: torch.device) -> NamedTensors:
-    """Makes weights of the manifest's names, shapes and dtypes."""
+    """Make weights of the manifest's names, shapes and dtypes."""
     return [
         (name, torch.full(shape, 0.01, dtype=getattr(torch, dtype), device=device))
         for name, (shape, dtype) in manifest.items()
@@ -120,7 +126,7 @@ def resident(manifest: Manifest, device: torch.device) -> NamedTensors:
 
 
 def trainer_model(folder: str, device: torch.device) -> PreTrainedModel:
-    """Makes the trainer's model in Transformers, unsharded and in float32."""
+    """Make the trainer's model in Transformers, unsharded and in float32."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     model.to_empty(device=device)
@@ -132,7 +138,7 @@ def trainer_model(folder: str, device: torch.device) -> PreTrainedModel:
 
 
 def views(buffer: torch.Tensor, pieces: list[list[Any]]) -> NamedTensors:
-    """Returns the weights in a bucket, from [name, dtype, shape, offset in bytes] of each."""
+    """Return the weights in a bucket, from [name, dtype, shape, offset in bytes] of each."""
     return [
         (name, buffer[offset:].view(getattr(torch, dtype))[: torch.Size(shape).numel()].view(shape))
         for name, dtype, shape, offset in pieces

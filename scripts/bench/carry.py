@@ -39,11 +39,11 @@ Row = dict[str, float]
 
 
 async def nothing() -> None:
-    """Does nothing, since there is no server to stop."""
+    """Do nothing, since there is no server to stop."""
 
 
 def recipe(options: argparse.Namespace, sliced: bool, prompts: int) -> TrainConfig:
-    """Makes a recipe with the keys that rollouts read."""
+    """Make a recipe with the keys that rollouts read."""
     cut: dict[str, Any] = {"slice_tokens": options.slice, "ahead": options.ahead} if sliced else {}
     return TrainConfig.model_validate(
         {
@@ -64,7 +64,9 @@ class Steps:
     def __init__(self, leader: Leader, options: argparse.Namespace, sliced: bool, prompts: int) -> None:
         self.config, self.leader, self.options = recipe(options, sliced, prompts), leader, options
         rewards: Any = SimpleNamespace(labels=[], take_counts=dict, check_error_rate=lambda counts: None)
-        level: Any = SimpleNamespace(function=one_shot, messages=lambda _: None, aclose=nothing, image_rules=None)
+        level: Any = SimpleNamespace(
+            function=one_shot, messages=lambda _: None, aclose=nothing, image_rules=None
+        )
         tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "")
         self.position, self.number = 0, 0
         vocabulary = PRESETS[options.preset][-1]
@@ -76,7 +78,7 @@ class Steps:
         self.pool: EpisodePool = CarriedPool(self.config, engines) if sliced else engines
 
     def step(self, lengths: dict[int, int] | None = None) -> Row:
-        """Runs a step and returns its figures. After a step with `lengths` (`Terms`), the next has the same prompts."""
+        """Run a step and return its figures. After a step with `lengths` (`Terms`), the next has the same prompts."""
         self.number += 1
         sampling = SamplingSettings(self.options.max_tokens, stop_token_ids=self.ends)
         settings = RolloutSettings(self.options.group, sampling, 0, seed=0, step=self.number)
@@ -97,19 +99,24 @@ class Steps:
         return figures | {"rate": sum(sampled) / seconds} | taken.figures
 
     def prefill(self) -> float:
-        """Returns the seconds that the engine takes to compute the caches of all unfinished answers."""
+        """Return the seconds that the engine takes to compute the caches of all unfinished answers."""
         unfinished = [
-            answer for group in self.pool.groups() for answer in group.unfinished.values() if answer.token_ids
+            answer
+            for group in self.pool.groups()
+            for answer in group.unfinished.values()
+            if answer.token_ids
         ]
         if not unfinished:
             return 0.0
         engine, sampling = self.leader.engine, SamplingSettings(1)
 
         async def compute() -> float:
-            """Computes all of them at once, as a step does when it begins."""
+            """Compute all of them at once, as a step does when it begins."""
             began = time.perf_counter()
             prompts = (answer.prompt_ids + answer.token_ids for answer in unfinished)
-            await asyncio.gather(*(engine.complete(ids, sampling, seed=0, policy_version=0) for ids in prompts))
+            await asyncio.gather(
+                *(engine.complete(ids, sampling, seed=0, policy_version=0) for ids in prompts)
+            )
             seconds = time.perf_counter() - began
             await engine.reset_prefix_cache()
             return seconds
@@ -118,7 +125,7 @@ class Steps:
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Measures and prints."""
+    """Measure and print."""
     with engine_for(options, keyed_noise=True) as leader:
         waiting, sliced = (Steps(leader, options, cut, options.prompts) for cut in (False, True))
         waiting.step()  # does not count
@@ -138,10 +145,10 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def present(options: argparse.Namespace, config: TrainConfig, rows: dict[str, list[Row]]) -> None:
-    """Prints the table and writes the JSON."""
+    """Print the table and write the JSON."""
 
     def total(name: str, key: str) -> float:
-        """Adds up a figure over all rounds of one kind."""
+        """Add up a figure over all rounds of one kind."""
         return sum(row.get(key, 0.0) for row in rows[name])
 
     rates = {name: total(name, "tokens") / total(name, "seconds") for name in rows}
@@ -152,9 +159,13 @@ def present(options: argparse.Namespace, config: TrainConfig, rows: dict[str, li
         longest = max(row["longest"] for row in steps)
         age = f"{total(name, 'stale/age_mean') / len(steps):.2f}, {max(r.get('stale/age_max', 0.0) for r in steps):.0f}"
         ratio = f"{ratios[name]:.2f}" if name in ratios else ""
-        cells.append([name, f"{rates[name]:.0f}", ratio, f"{longest:.0f}", age if name == "slices" else ""])
+        cells.append(
+            [name, f"{rates[name]:.0f}", ratio, f"{longest:.0f}", age if name == "slices" else ""]
+        )
     answers = options.prompts * options.group
-    title = f"{options.preset} {options.dtype}: {answers} answers a step of {options.mean} tokens on average"
+    title = (
+        f"{options.preset} {options.dtype}: {answers} answers a step of {options.mean} tokens on average"
+    )
     extra = total("slices", "carry/slices") - options.rounds
     share = total("slices", "prefill") / total("slices", "seconds")
     notes = [
@@ -168,12 +179,14 @@ def present(options: argparse.Namespace, config: TrainConfig, rows: dict[str, li
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     parser = command_line(__doc__, rounds=4)
     add_model(parser, "1M")
     parser.add_argument("--prompts", type=int, default=16, help="prompts in a step (default: 16)")
     parser.add_argument("--group", type=int, default=8, help="samples of each (default: 8)")
-    parser.add_argument("--mean", type=int, default=96, help="tokens of an answer on average (default: 96)")
+    parser.add_argument(
+        "--mean", type=int, default=96, help="tokens of an answer on average (default: 96)"
+    )
     parser.add_argument("--slice", type=int, default=160, help="rollout.slice_tokens (default: 160)")
     parser.add_argument("--ahead", type=float, default=1.0, help="rollout.ahead (default: 1)")
     add_engine(parser, prompt_tokens=16, max_tokens=768, max_num_seqs=256)

@@ -39,7 +39,9 @@ from trainer.policy.hf_format import CheckpointView, checkpoint_views
 from trainer.policy.zero_copy import InPlacePolicy
 from trainer.run import processes
 
-PRESETS = {  # hidden size, intermediate size, layers, heads, key-value heads, vocabulary; all with tied embeddings
+# Hidden size, intermediate size, layers, heads, key-value heads, vocabulary; all with tied
+# embeddings
+PRESETS = {
     "1M": (128, 512, 4, 4, 2, 288),
     "10M": (256, 1024, 6, 4, 2, 16384),
     "100M": (768, 2048, 12, 12, 4, 32768),
@@ -50,7 +52,9 @@ PRESETS = {  # hidden size, intermediate size, layers, heads, key-value heads, v
     "7B": (3584, 18944, 28, 28, 4, 152064),  # Qwen2.5-7B, except for its separate output head
 }
 
-MIXTURES = {  # the same with the sizes of an expert, in Qwen3-MoE's form: experts, and how many a token is sent to
+# The same with the sizes of an expert, in Qwen3-MoE's form: experts, and how many a token is sent
+# to
+MIXTURES = {
     "10M mixture": ((256, 128, 6, 4, 2, 4096), 16, 4),
     "0.2B mixture": ((768, 256, 12, 12, 4, 32768), 24, 4),
 }
@@ -58,25 +62,36 @@ MIXTURES = {  # the same with the sizes of an expert, in Qwen3-MoE's form: exper
 TIMEOUT = 600.0
 """Seconds that a benchmark waits for a call before it gives up."""
 
-COPIED_AT_ONCE = 512 << 20  # bytes; larger copies are made of such pieces: far beyond any cache, and room is scarce
+# bytes; larger copies are made of such pieces: far beyond any cache, and room is scarce
+COPIED_AT_ONCE = 512 << 20
 
 
 def command_line(description: str | None, rounds: int = 5) -> argparse.ArgumentParser:
-    """A parser with the options of all benchmarks that start an engine."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"measurements of each kind (default: {rounds})")
+    """Return a parser with the options of all benchmarks that start an engine."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help=f"measurements of each kind (default: {rounds})"
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     return parser
 
 
 def add_model(parser: argparse.ArgumentParser, preset: str) -> None:
-    """The options of a benchmark of one model."""
-    parser.add_argument("--preset", choices=PRESETS, default=preset, help=f"size of the model (default: {preset})")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="the engine's weights")
+    """Return the options of a benchmark of one model."""
+    parser.add_argument(
+        "--preset", choices=PRESETS, default=preset, help=f"size of the model (default: {preset})"
+    )
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="the engine's weights"
+    )
 
 
-def start(benchmark: Callable[[argparse.Namespace], None], options: argparse.Namespace, ranks: bool = False) -> None:
-    """Runs a benchmark as training is run, so that no process outlives it; with a process group if `ranks`."""
+def start(
+    benchmark: Callable[[argparse.Namespace], None], options: argparse.Namespace, ranks: bool = False
+) -> None:
+    """Run a benchmark as training is run, so that no process outlives it; with a process group if `ranks`."""
 
     def main() -> int:
         if ranks:
@@ -93,7 +108,7 @@ def start(benchmark: Callable[[argparse.Namespace], None], options: argparse.Nam
 
 
 def write_config(folder: Path, preset: str, dtype: str) -> Path:
-    """A model folder that holds a configuration and nothing else; returns it."""
+    """Return a model folder that holds a configuration and nothing else; returns it."""
     sizes, experts, top_k = MIXTURES.get(preset) or (PRESETS[preset], 0, 0)
     hidden, intermediate, layers, heads, kv_heads, vocabulary = sizes
     shape: dict[str, Any] = {
@@ -106,7 +121,11 @@ def write_config(folder: Path, preset: str, dtype: str) -> Path:
         "dtype": dtype,
     }
     if experts:
-        moe = {"num_experts": experts, "num_experts_per_tok": top_k, "moe_intermediate_size": intermediate}
+        moe = {
+            "num_experts": experts,
+            "num_experts_per_tok": top_k,
+            "moe_intermediate_size": intermediate,
+        }
         moe |= {"head_dim": hidden // heads, "tie_word_embeddings": False}
         Qwen3MoeConfig(**shape, **moe, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(folder)
     else:
@@ -132,7 +151,7 @@ class _RandomWeights:
 def random_policy(
     folder: Path, dtype: str, device: torch.device, in_place: bool = False, **settings: Any
 ) -> FsdpPolicy:
-    """The trainer's own policy, float32 masters sharded over the ranks, with random weights.
+    """Return the trainer's own policy, float32 masters sharded over the ranks, with random weights.
 
     `in_place`: one that computes with an engine's weights. `settings` are further keys of the section `policy`.
     """
@@ -141,8 +160,10 @@ def random_policy(
         return (InPlacePolicy if in_place else FsdpPolicy)(ModelConfig(path=str(folder)), config, device)
 
 
-def start_engine(folder: Path, device: torch.device, extra: dict[str, Any] | None = None, **settings: Any) -> Leader:
-    """An engine with random weights of its own, as this rank's leader holds it; `extra` are arguments of vLLM's."""
+def start_engine(
+    folder: Path, device: torch.device, extra: dict[str, Any] | None = None, **settings: Any
+) -> Leader:
+    """Return an engine with random weights of its own, as this rank's leader holds it; `extra` are arguments of vLLM's."""
     defaults: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "kv_cache_bytes": 256 << 20}
     defaults["device_indices"] = (device.index,) if device.type == "cuda" else ()
     defaults |= {"cpu_threads": torch.get_num_threads(), "worker_extension": WORKER_EXTENSION}
@@ -159,8 +180,10 @@ def start_engine(folder: Path, device: torch.device, extra: dict[str, Any] | Non
     return Leader.start(engine, TIMEOUT)
 
 
-def add_engine(parser: argparse.ArgumentParser, prompt_tokens: int, max_tokens: int, max_num_seqs: int) -> None:
-    """The options of a benchmark of one engine's rollouts."""
+def add_engine(
+    parser: argparse.ArgumentParser, prompt_tokens: int, max_tokens: int, max_num_seqs: int
+) -> None:
+    """Return the options of a benchmark of one engine's rollouts."""
     sizes = {
         "prompt-tokens": (prompt_tokens, "length of the prompts"),
         "max-tokens": (max_tokens, "longest answer"),
@@ -168,12 +191,14 @@ def add_engine(parser: argparse.ArgumentParser, prompt_tokens: int, max_tokens: 
         "kv-cache-mib": (512, "size of the KV cache"),
     }
     for name, (default, meaning) in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: {default})")
+        parser.add_argument(
+            f"--{name}", type=int, default=default, help=f"{meaning} (default: {default})"
+        )
 
 
 @contextmanager
 def engine_for(options: argparse.Namespace, **settings: Any) -> Iterator[Leader]:
-    """A context with an engine of version 0 by the options of `add_model` and `add_engine`."""
+    """Return a context with an engine of version 0 by the options of `add_model` and `add_engine`."""
     leader = start_engine(
         write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype),
         this_device(),
@@ -192,12 +217,12 @@ def engine_for(options: argparse.Namespace, **settings: Any) -> Iterator[Leader]
 
 
 def ask_worker(leader: Leader, method: str, *args: Any) -> Any:
-    """The first worker's result of a method of the worker extension."""
+    """Return the first worker's result of a method of the worker extension."""
     return leader.thread.run(leader.engine.call_workers(method, *args), TIMEOUT, method)[0]
 
 
 def weight_source(policy: FsdpPolicy, dtype: str) -> FsdpWeightSource:
-    """Returns the trainer's source of the policy's weights."""
+    """Return the trainer's source of the policy's weights."""
     parameters: list[tuple[str, torch.Tensor]] = [*policy.named_parameters()]
     layout = partial(checkpoint_views, policy.model)
     return FsdpWeightSource(parameters, getattr(torch, dtype), layout)
@@ -211,7 +236,7 @@ def connected_manager(
     way: Transport | None = None,
     tensor_parallel_size: int = 1,
 ) -> ShardingManager:
-    """Connects a sharding manager to policy and engine, as training does; without a `way`, weights are staged."""
+    """Connect a sharding manager to policy and engine, as training does; without a `way`, weights are staged."""
     folder = Path(tempfile.mkdtemp(dir=processes.private_folder()))
     manager = ShardingManager(source, device, settings, folder, tensor_parallel_size, leader, way=way)
     manager.connect()
@@ -226,7 +251,7 @@ def this_device() -> torch.device:
 
 
 def timed(action: Callable[[], object], device: torch.device) -> float:
-    """Returns the seconds that an action takes, including its work on the device."""
+    """Return the seconds that an action takes, including its work on the device."""
     _synchronize(device)
     start = time.perf_counter()
     action()
@@ -235,13 +260,17 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
 
 
 def seconds(action: Callable[[], object], rounds: int, device: torch.device) -> list[float]:
-    """Times `rounds` calls, after one that does not count; returns the seconds of each."""
+    """Time `rounds` calls, after one that does not count; return the seconds of each."""
     return [timed(action, device) for _ in range(rounds + 1)][1:]
 
 
-def in_turns(actions: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Times several actions as `seconds` does, in turns, so that other work on the machine slows all of them alike."""
-    times = [{name: timed(action, device) for name, action in actions.items()} for _ in range(rounds + 1)][1:]
+def in_turns(
+    actions: dict[str, Callable[[], object]], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Time several actions as `seconds` does, in turns, so that other work on the machine slows all of them alike."""
+    times = [
+        {name: timed(action, device) for name, action in actions.items()} for _ in range(rounds + 1)
+    ][1:]
     return {name: [of_round[name] for of_round in times] for name in actions}
 
 
@@ -251,7 +280,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def plain_copy(nbytes: int, device: torch.device) -> Callable[[], None]:
-    """An action that copies so many bytes between two buffers that are mapped already: the floor of any transfer."""
+    """Return an action that copies so many bytes between two buffers that are mapped already: the floor of any transfer."""
     size = min(nbytes, COPIED_AT_ONCE)
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     pieces = [min(size, nbytes - begin) for begin in range(0, nbytes, size)]
@@ -264,18 +293,30 @@ def plain_copy(nbytes: int, device: torch.device) -> Callable[[], None]:
 
 
 def total(tensors: Iterable[torch.Tensor]) -> float:
-    """The sum of all elements, in float64."""
+    """Return the sum of all elements, in float64."""
     return sum(tensor.sum(dtype=torch.float64).item() for tensor in tensors)
 
 
 def origin() -> dict[str, Any]:
     """Origin of the figures: command, commit (with + where files differ from it), machine, versions, load."""
     git = ["git", "-C", str(Path(__file__).parent)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout.strip()
-    names = [line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    commit = subprocess.run(
+        [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    changed = subprocess.run(
+        [*git, "status", "--porcelain"], capture_output=True, text=True
+    ).stdout.strip()
+    names = [
+        line.partition(": ")[2]
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
+    ]
     cpu = f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.machine()}"
-    gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
+    gpu = (
+        f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, "
+        if torch.cuda.is_available()
+        else ""
+    )
     return {
         "command": " ".join(["python", *sys.argv]),
         "commit": commit + "+" * bool(changed),
@@ -304,7 +345,11 @@ class PeakMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _status("VmHWM")
+        peak = (
+            torch.cuda.max_memory_allocated(self._device)
+            if self._device.type == "cuda"
+            else _status("VmHWM")
+        )
         self.nbytes = peak - self._before
 
 
@@ -314,7 +359,7 @@ def _status(key: str) -> int:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second in a product of two large square matrices, the best of several."""
+    """Return operations a second in a product of two large square matrices, the best of several."""
     size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = float("inf")
@@ -324,12 +369,12 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """Returns the median."""
+    """Return the median."""
     return statistics.median(values)
 
 
 def show(title: str, columns: list[str], rows: list[list[str]], notes: list[str]) -> None:
-    """Prints a table with its title above, and its notes and origin below."""
+    """Print a table with its title above, and its notes and origin below."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
@@ -355,9 +400,16 @@ def show_rounds(
 ) -> None:
     """Print and save the figures of all rounds, [rounds, columns], and their medians; each column has its format."""
     middle = [median(column) for column in zip(*rounds, strict=True)]
-    cells = [[format(value, f) for value, f in zip(line, formats, strict=True)] for line in (*rounds, middle)]
+    cells = [
+        [format(value, f) for value, f in zip(line, formats, strict=True)] for line in (*rounds, middle)
+    ]
     names = [*map(str, range(1, len(rounds) + 1)), "median"]
-    show(title, ["round", *columns], [[name, *line] for name, line in zip(names, cells, strict=True)], notes)
+    show(
+        title,
+        ["round", *columns],
+        [[name, *line] for name, line in zip(names, cells, strict=True)],
+        notes,
+    )
     save(file, {"title": title, "columns": columns, "rounds": rounds, "median": middle})
 
 

@@ -47,7 +47,7 @@ COPIES_GIB = 1.0  # of weights that batched_mm may make; it is left out beyond
 
 
 def make(options: argparse.Namespace, device: torch.device) -> dict[str, Qwen3MoeExperts]:
-    """Makes equal experts for each way to compute them."""
+    """Make equal experts for each way to compute them."""
     layers = {}
     for name, way in WAYS.items():
         config = Qwen3MoeConfig(
@@ -59,21 +59,30 @@ def make(options: argparse.Namespace, device: torch.device) -> dict[str, Qwen3Mo
         with torch.no_grad():
             for parameter in experts.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * options.hidden**-0.5)
-    copied = options.tokens * options.top_k * 3 * options.hidden * options.width * layers["loop"].down_proj.itemsize
+    copied = (
+        options.tokens
+        * options.top_k
+        * 3
+        * options.hidden
+        * options.width
+        * layers["loop"].down_proj.itemsize
+    )
     if copied > COPIES_GIB * 2**30:
         del layers["batched"]
     return layers
 
 
 def routes(options: argparse.Namespace, even: bool) -> Tensor:
-    """Draws the experts [tokens, top_k] of each token."""
+    """Draw the experts [tokens, top_k] of each token."""
     weights = torch.ones(options.experts) if even else 1 / torch.arange(1, options.experts + 1)
     generator = torch.Generator().manual_seed(1)
     return torch.multinomial(weights.expand(options.tokens, -1), options.top_k, generator=generator)
 
 
-def pass_of(experts: Qwen3MoeExperts, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Callable[[], None]:
-    """Returns an action that runs forward and backward once."""
+def pass_of(
+    experts: Qwen3MoeExperts, hidden: Tensor, chosen: Tensor, scores: Tensor
+) -> Callable[[], None]:
+    """Return an action that runs forward and backward once."""
 
     def run() -> None:
         hidden.grad = None
@@ -97,7 +106,7 @@ class FirstCalls(list[MicroBatch]):
 
 
 def recipe(options: argparse.Namespace, folder: Path, size: int) -> TrainConfig:
-    """The recipe of the updates that are measured, for the plan."""
+    """Return the recipe of the updates that are measured, for the plan."""
     half = options.length // 2
     answers = 2 * world_size() * (options.tokens // options.length)
     sections: dict[str, dict[str, Any]] = {
@@ -107,13 +116,18 @@ def recipe(options: argparse.Namespace, folder: Path, size: int) -> TrainConfig:
         "sampling": {"max_tokens": options.length - half},
         "batch": {"prompts_per_step": answers, "tokens_per_micro_batch": options.tokens},
         "algorithm": {"group_size": 1},
-        "policy": {"dtype": options.dtype, "activation_checkpointing": "full", "expert_parallel": size, "lr": 1e-9},
+        "policy": {
+            "dtype": options.dtype,
+            "activation_checkpointing": "full",
+            "expert_parallel": size,
+            "lr": 1e-9,
+        },
     }
     return TrainConfig.model_validate(sections)
 
 
 def update(policy: FsdpPolicy, batches: list[MicroBatch], tokens: int) -> None:
-    """Runs one optimizer step."""
+    """Run one optimizer step."""
 
     def loss(batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
         return -(outputs.logprobs * batch.loss_mask).sum() / tokens, {}
@@ -122,7 +136,7 @@ def update(policy: FsdpPolicy, batches: list[MicroBatch], tokens: int) -> None:
 
 
 def peak(policy: FsdpPolicy, batches: list[MicroBatch], tokens: int) -> int:
-    """Bytes of all tensors of the policy in an update, when they are most."""
+    """Return bytes of all tensors of the policy in an update, when they are most."""
     with FSDPMemTracker(policy.module, policy.optimizer) as tracker:
         update(policy, FirstCalls(batches, tracker), tokens)
     devices = tracker.get_tracker_snapshot("peak")
@@ -130,39 +144,65 @@ def peak(policy: FsdpPolicy, batches: list[MicroBatch], tokens: int) -> int:
 
 
 def split(options: argparse.Namespace) -> None:
-    """Measures updates with gathered and with split experts on every rank; rank 0 prints."""
+    """Measure updates with gathered and with split experts on every rank; rank 0 prints."""
     device, folder = this_device(), Path(tempfile.mkdtemp()) / "model"
     Qwen3MoeConfig(
-        architectures=["Qwen3MoeForCausalLM"], hidden_size=options.hidden, moe_intermediate_size=options.width,
-        num_hidden_layers=options.layers, num_attention_heads=8, num_key_value_heads=4, head_dim=options.hidden // 8,
-        num_experts=options.experts, num_experts_per_tok=options.top_k, vocab_size=8192, tie_word_embeddings=False,
-    ).save_pretrained(folder)  # fmt: skip
+        architectures=["Qwen3MoeForCausalLM"],
+        hidden_size=options.hidden,
+        moe_intermediate_size=options.width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=options.hidden // 8,
+        num_experts=options.experts,
+        num_experts_per_tok=options.top_k,
+        vocab_size=8192,
+        tie_word_embeddings=False,
+    ).save_pretrained(folder)
     generator, half = torch.Generator().manual_seed(rank()), options.length // 2
-    ids = torch.randint(8192, (2 * (options.tokens // options.length), options.length), generator=generator)
-    samples = [Sample(row, [0] * half + [1] * (options.length - half), [0.0] * options.length) for row in ids.tolist()]
+    ids = torch.randint(
+        8192, (2 * (options.tokens // options.length), options.length), generator=generator
+    )
+    samples = [
+        Sample(row, [0] * half + [1] * (options.length - half), [0.0] * options.length)
+        for row in ids.tolist()
+    ]
     figures, rows = {}, []
     for size in (1, world_size()):
         config = recipe(options, folder, size)
         policy = random_policy(folder, device=device, **config.policy.model_dump(exclude_unset=True))
         batches = micro_batches(samples, options.tokens, 0, device, packing=True)
-        seconds = in_turns({"": partial(update, policy, batches, ids.numel())}, options.rounds, device)[""]
+        seconds = in_turns({"": partial(update, policy, batches, ids.numel())}, options.rounds, device)[
+            ""
+        ]
         tracked = max(exchange(peak(policy, batches, ids.numel())))
         parts = trainer_parts(config, model_sizes(config, str(folder)), world_size(), 80.0)
         planned = sum(part.training for part in parts if part.name != "CUDA and NCCL")
         rate = world_size() * ids.numel() / median(seconds)
         figures[size] = {"seconds": seconds, "peak_bytes": tracked, "planned_bytes": planned}
-        rows.append([f"expert_parallel: {size}", f"{tracked / GIB:.3f} GiB", f"{planned / GIB:.3f} GiB",
-                     f"{planned / tracked - 1:+.1%}", f"{rate:,.0f}"])  # fmt: skip
+        rows.append(
+            [
+                f"expert_parallel: {size}",
+                f"{tracked / GIB:.3f} GiB",
+                f"{planned / GIB:.3f} GiB",
+                f"{planned / tracked - 1:+.1%}",
+                f"{rate:,.0f}",
+            ]
+        )
         del policy
     if is_main():
-        sizes = f"{options.experts} experts of {options.hidden} x {options.width} in {options.layers} layers"
-        title = f"{sizes}, {options.dtype}, {world_size()} ranks; micro-batches of {options.tokens} tokens"
+        sizes = (
+            f"{options.experts} experts of {options.hidden} x {options.width} in {options.layers} layers"
+        )
+        title = (
+            f"{sizes}, {options.dtype}, {world_size()} ranks; micro-batches of {options.tokens} tokens"
+        )
         show(title, ["policy", "peak", "planned", "difference", "tokens/s"], rows, [])
         save(options.json, {"options": vars(options) | {"json": None}, "figures": figures})
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = command_line(__doc__, rounds=5)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--hidden", type=int, default=256)
@@ -181,7 +221,11 @@ def main() -> None:
     hidden = torch.randn(options.tokens, options.hidden, device=device, dtype=dtype, requires_grad=True)
     scores = torch.full((options.tokens, options.top_k), 1 / options.top_k, device=device, dtype=dtype)
     side = torch.randn(1024, 1024, device=device, dtype=dtype)
-    rate = 2 * 1024**3 / median(in_turns({"product": lambda: side @ side}, options.rounds, device)["product"])
+    rate = (
+        2
+        * 1024**3
+        / median(in_turns({"product": lambda: side @ side}, options.rounds, device)["product"])
+    )
     operations = 6 * 3 * options.hidden * options.width * options.tokens * options.top_k
     rows, figures = [], {}
     for spread, even in (("even", True), ("uneven", False)):
@@ -189,13 +233,17 @@ def main() -> None:
         results = {name: experts(hidden, chosen, scores) for name, experts in ways.items()}
         for name, result in results.items():
             assert torch.allclose(result, results["loop"], atol=0.05, rtol=0.05), name
-        times = in_turns({n: pass_of(e, hidden, chosen, scores) for n, e in ways.items()}, options.rounds, device)
+        times = in_turns(
+            {n: pass_of(e, hidden, chosen, scores) for n, e in ways.items()}, options.rounds, device
+        )
         figures[spread] = times
         for name, taken in times.items():
             seconds = median(taken)
             ratio = median(times["loop"]) / seconds
             share = operations / seconds / rate
-            rows.append([spread, name, f"{options.tokens / seconds:,.0f}", f"{ratio:.2f} x", f"{share:.0%}"])
+            rows.append(
+                [spread, name, f"{options.tokens / seconds:,.0f}", f"{ratio:.2f} x", f"{share:.0%}"]
+            )
     sizes = f"{options.experts} experts of {options.hidden} x {options.width}, {options.dtype}"
     title = f"{sizes}; {options.tokens} tokens, {options.top_k} experts for each"
     show(title, ["routes", "experts", "tokens/s", "against the loop", "of a plain product"], rows, [])

@@ -43,7 +43,13 @@ def chunks(hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor
         logits -= normaliser[rows, None]
         entropy[rows] = -torch.linalg.vecdot(logits.exp(), logits)
     for rows in parts:
-        grad = (hidden[rows] @ weight.t()).float().sub_(normaliser[rows, None]).exp_().mul_(-coefficients[rows, None])
+        grad = (
+            (hidden[rows] @ weight.t())
+            .float()
+            .sub_(normaliser[rows, None])
+            .exp_()
+            .mul_(-coefficients[rows, None])
+        )
         grad.scatter_add_(1, targets[rows, None], coefficients[rows, None])
         narrow = grad.to(hidden.dtype)
         torch.mm(narrow, weight, out=grad_hidden[rows])
@@ -55,12 +61,12 @@ def chunks(hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor
 
 
 def blocks(hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor) -> Results:
-    """Computes the head as the trainer does."""
+    """Compute the head as the trainer does."""
     return differentiated(target_logprobs(hidden, weight, None, targets), hidden, weight, coefficients)
 
 
 def trl(hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor) -> Results:
-    """Computes the head as TRL does."""
+    """Compute the head as TRL does."""
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE, _ChunkedLogProbFunction
 
     outputs = ("log_probs", "entropy")
@@ -68,7 +74,9 @@ def trl(hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor) -
     return differentiated(_ChunkedLogProbFunction.apply(*arguments)[:2], hidden, weight, coefficients)
 
 
-def differentiated(values: tuple[Tensor, Tensor], hidden: Tensor, weight: Tensor, coefficients: Tensor) -> Results:
+def differentiated(
+    values: tuple[Tensor, Tensor], hidden: Tensor, weight: Tensor, coefficients: Tensor
+) -> Results:
     gradients = torch.autograd.grad((values[0] * coefficients).sum(), (hidden, weight))
     return *(value.detach() for value in values), *gradients
 
@@ -78,7 +86,12 @@ def main() -> None:
     options = parse()
     device, dtype = this_device(), getattr(torch, options.dtype)
     draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(options.tokens, options.hidden, generator=draw).mul_(0.5).to(device, dtype).requires_grad_()
+    hidden = (
+        torch.randn(options.tokens, options.hidden, generator=draw)
+        .mul_(0.5)
+        .to(device, dtype)
+        .requires_grad_()
+    )
     weight = torch.randn(options.vocabulary, options.hidden, generator=draw).mul_(0.05)
     weight = weight.to(device, dtype).requires_grad_()
     targets = torch.randint(options.vocabulary, (options.tokens,), generator=draw).to(device)
@@ -120,7 +133,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     parser = command_line(__doc__, rounds=3)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--hidden", type=int, default=512)

@@ -20,7 +20,7 @@ REPEATS = 7
 
 
 def microseconds(call: Callable[[], Any], rounds: int) -> float:
-    """Returns the median time of one call."""
+    """Return the median time of one call."""
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()
@@ -31,7 +31,7 @@ def microseconds(call: Callable[[], Any], rounds: int) -> float:
 
 
 def measure(engines: int, rounds: int) -> dict[str, float]:
-    """Returns the microseconds that a choice takes, by strategy, among engines with different loads."""
+    """Return the microseconds that a choice takes, by strategy, among engines with different loads."""
     loads = [EngineLoad() for _ in range(engines)]
     for index, load in enumerate(loads):
         load.cache_usage = index * 37 % 64 / 64
@@ -46,7 +46,9 @@ def measure(engines: int, rounds: int) -> dict[str, float]:
         "prefix-aware, text": ("prefix-aware", text),
         "prefix-aware, dictionary": ("prefix-aware", {"prompt_token_ids": ids}),
     }
-    results = {"floor": microseconds(lambda: [load.get_num_unfinished_requests() for load in loads], rounds)}
+    results = {
+        "floor": microseconds(lambda: [load.get_num_unfinished_requests() for load in loads], rounds)
+    }
     for name, (strategy, prompt) in cases.items():
         balancer = LoadBalancer(loads, strategy)
         results[name] = microseconds(lambda b=balancer, p=prompt: b.select_actor(p), rounds)  # type: ignore[misc]
@@ -54,8 +56,10 @@ def measure(engines: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engines", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=20000)
     parser.add_argument("--json", type=Path)

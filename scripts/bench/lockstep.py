@@ -37,14 +37,14 @@ class Together:
         self._here, self._there, self._go = 0, count, asyncio.Event()
 
     async def arrive(self) -> None:
-        """Waits until all other trajectories have arrived or left."""
+        """Wait until all other trajectories have arrived or left."""
         self._here += 1
         go = self._go
         self._look()
         await go.wait()
 
     def leave(self) -> None:
-        """Leaves for good, so that no trajectory waits for this one."""
+        """Leave for good, so that no trajectory waits for this one."""
         self._there -= 1
         self._look()
 
@@ -55,9 +55,13 @@ class Together:
 
 
 async def run(
-    engine: Engine, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace, step: int, lockstep: bool
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    options: argparse.Namespace,
+    step: int,
+    lockstep: bool,
 ) -> tuple[float, int]:
-    """Runs a round; returns its seconds and the tokens sampled."""
+    """Run a round; return its seconds and the tokens sampled."""
     together = Together(options.trajectories) if lockstep else None
 
     async def episode(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
@@ -80,8 +84,10 @@ async def run(
     return took, sum(sum(trajectory.loss_mask) for trajectory in done)
 
 
-async def compare(engine: Engine, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> list[list[float]]:
-    """Returns the seconds of both ways and their ratio, for every round except the first."""
+async def compare(
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace
+) -> list[list[float]]:
+    """Return the seconds of both ways and their ratio, for every round except the first."""
     rows = []
     for step in range(options.rounds + 1):
         alone, tokens = await run(engine, tokenizer, options, step, lockstep=False)
@@ -93,20 +99,30 @@ async def compare(engine: Engine, tokenizer: PreTrainedTokenizerBase, options: a
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Measures and prints."""
+    """Measure and print."""
     title = f"{options.trajectories} trajectories, half of them with {options.calls} calls of {options.seconds:g} s"
     floor = f"calls alone take {options.calls * options.seconds:g} s either way"
     rounds = measure(options, compare, max_model_len=1024)
-    show_rounds(options.json, title, ["by itself s", "lock-step s", "ratio"], [".2f"] * 3, rounds, [floor])
+    show_rounds(
+        options.json, title, ["by itself s", "lock-step s", "ratio"], [".2f"] * 3, rounds, [floor]
+    )
 
 
 def parse() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = command_line(__doc__, rounds=3)
-    parser.add_argument("--trajectories", type=int, default=128, help="how many run at once (default: 128)")
-    parser.add_argument("--calls", type=int, default=4, help="calls of every second trajectory (default: 4)")
-    parser.add_argument("--seconds", type=float, default=0.3, help="how long a call takes (default: 0.3)")
-    parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences the engine runs at once (default: 64)")
+    parser.add_argument(
+        "--trajectories", type=int, default=128, help="how many run at once (default: 128)"
+    )
+    parser.add_argument(
+        "--calls", type=int, default=4, help="calls of every second trajectory (default: 4)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, help="how long a call takes (default: 0.3)"
+    )
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=64, help="sequences the engine runs at once (default: 64)"
+    )
     return parser.parse_args()
 
 

@@ -68,7 +68,7 @@ class Kept:
 
 
 def update(policy: FsdpPolicy, sample: Sample, ways: int) -> dict[str, Any]:
-    """Runs one optimizer step on one sequence, shared by `ways` ranks; returns its gradients, seconds and bytes."""
+    """Run one optimizer step on one sequence, shared by `ways` ranks; return its gradients, seconds and bytes."""
     gradients: dict[str, Tensor] = {}
 
     def capture(*_: Any) -> None:
@@ -86,11 +86,16 @@ def update(policy: FsdpPolicy, sample: Sample, ways: int) -> dict[str, Any]:
     with PeakMemory(policy.device) as memory, Kept() as kept:
         seconds = timed(lambda: policy.update(batches, loss, 1.0), policy.device)
     handle.remove()
-    return {"gradients": gradients, "seconds": seconds, "peak_bytes": memory.nbytes, "kept_bytes": kept.nbytes}
+    return {
+        "gradients": gradients,
+        "seconds": seconds,
+        "peak_bytes": memory.nbytes,
+        "kept_bytes": kept.nbytes,
+    }
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Measures on every rank; rank 0 prints."""
+    """Measure on every rank; rank 0 prints."""
     device = this_device()
     folder = Path(tempfile.mkdtemp()) / "model"
     Qwen2Config(**MODEL, dtype=options.dtype, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
@@ -119,30 +124,40 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def report(options: argparse.Namespace, figures: dict[str, list[dict[str, Any]]], off: float) -> None:
-    """Prints the table; memory is that of the rank that uses the most."""
+    """Print the table; memory is that of the rank that uses the most."""
     rows, peaks = [], {}
     for name, ranks in figures.items():
         peak, kept = (max(result[key] for result in ranks) for key in ("peak_bytes", "kept_bytes"))
         peaks[name] = peak, kept
         alone = peaks["one rank"]
-        rows.append([
-            name, f"{ranks[0]['seconds']:.1f} s", f"{peak / GIB:.2f} GiB", f"{peak / alone[0]:.2f}",
-            f"{kept / GIB:.2f} GiB", f"{kept / alone[1]:.2f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"{ranks[0]['seconds']:.1f} s",
+                f"{peak / GIB:.2f} GiB",
+                f"{peak / alone[0]:.2f}",
+                f"{kept / GIB:.2f} GiB",
+                f"{kept / alone[1]:.2f}",
+            ]
+        )
     show(
         f"One sequence of {options.tokens} tokens, 10M parameters, {options.dtype}",
         ["", "an update", "peak", "of one rank's", "kept for backward", "of one rank's"],
         rows,
-        [f"gradients are {off:.1e} of their norm apart (reach: {LIMITS['gradients']:g} in float32); peak of two ranks: "
-         f"at most {LIMITS['memory']} of one's"],
-    )  # fmt: skip
+        [
+            f"gradients are {off:.1e} of their norm apart (reach: {LIMITS['gradients']:g} in float32); peak of two ranks: "
+            f"at most {LIMITS['memory']} of one's"
+        ],
+    )
     save(options.json, {"ranks": figures, "gradients_apart": off, "tokens": options.tokens})
 
 
 def parse() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = command_line(__doc__)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of forward and backward")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="of forward and backward"
+    )
     parser.add_argument("--tokens", type=int, default=32768, help="of the sequence (default: 32768)")
     return parser.parse_args()
 

@@ -52,7 +52,7 @@ class Way:
 
 
 def trl(leader: Leader, rounds: int) -> Way:
-    """Measures TRL's `sync_weights` in the worker."""
+    """Measure TRL's `sync_weights` in the worker."""
     return Way(ask_worker(leader, "bench_trl", rounds), 0, 0)
 
 
@@ -65,13 +65,15 @@ def gathered(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class Verl:
     """The update as verl makes it: every rank gathers, and every rank sends to the worker on its device."""
 
-    def __init__(self, leader: Leader, weights: NamedTensors, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, leader: Leader, weights: NamedTensors, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.leader, self.weights, self.dtype, self.device = leader, dict(weights), dtype, device
         self.plan = BucketPlan(FsdpWeightSource(weights, dtype).parameters(), VERL_BUCKET)
         self.channel = Listener(Path(tempfile.mkdtemp(dir=processes.private_folder())), "verl")
 
     def measure(self, rounds: int) -> Way:
-        """Times `rounds` updates."""
+        """Time `rounds` updates."""
         ask_worker(self.leader, "bench_connect", self.channel.endpoint, self.channel.secret)
         self.channel.accept(TIMEOUT, "bench")
         times = seconds(self.update, rounds, self.device)
@@ -81,14 +83,16 @@ class Verl:
         return Way(times, copies * self.plan.capacity, 1 + len(self.plan.buckets))
 
     def check(self) -> None:
-        """Raises RuntimeError unless the engine has the policy's weights: a way that fails must not be timed."""
+        """Raise RuntimeError unless the engine has the policy's weights: a way that fails must not be timed."""
         sent = total(gathered(weight, self.dtype) for weight in self.weights.values())
         held = ask_worker(self.leader, "bench_sum")
         if abs(sent - held) > 1e-6 * abs(sent):
-            raise RuntimeError(f"the policy's weights add up to {sent}, the engine's after verl's calls to {held}")
+            raise RuntimeError(
+                f"the policy's weights add up to {sent}, the engine's after verl's calls to {held}"
+            )
 
     def update(self) -> None:
-        """Sends one update."""
+        """Send one update."""
         call = self.leader.thread.submit(self.leader.engine.call_workers("bench_verl"))
         staging = make_staging(self.plan.capacity, self.device)
         staging.export()
@@ -96,7 +100,9 @@ class Verl:
         self.channel.receive(TIMEOUT, "answer")
         for bucket in self.plan.buckets:
             for slot in bucket.slots:
-                weight = gathered(self.weights[slot.parameter.name], self.dtype).reshape(-1).view(torch.uint8)
+                weight = (
+                    gathered(self.weights[slot.parameter.name], self.dtype).reshape(-1).view(torch.uint8)
+                )
                 staging.buffers[0][slot.offset : slot.offset + len(weight)].copy_(weight)
             wait_for_writes(self.device)
             pieces = [[p.name, p.dtype, p.shape, p.offset] for p in bucket.pieces()]
@@ -109,12 +115,14 @@ class Verl:
 class VllmIpc:
     """The update by vLLM's IPC engine. It must have been started with `IPC_ARGUMENTS` and in `IPC_ENVIRONMENT`."""
 
-    def __init__(self, leader: Leader, weights: NamedTensors, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, leader: Leader, weights: NamedTensors, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.leader, self.weights, self.dtype, self.device = leader, weights, dtype, device
         self.chunks = 0
 
     def measure(self, rounds: int) -> Way:
-        """Times `rounds` updates."""
+        """Time `rounds` updates."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info={"packed": True} if packed_at_start() else {})
@@ -122,7 +130,9 @@ class VllmIpc:
             self.leader.engine.llm.init_weight_transfer_engine(request), TIMEOUT, "vLLM's IPC engine"
         )
         times = seconds(
-            lambda: self.leader.thread.run(self.update(), TIMEOUT, "vLLM's IPC engine"), rounds, self.device
+            lambda: self.leader.thread.run(self.update(), TIMEOUT, "vLLM's IPC engine"),
+            rounds,
+            self.device,
         )
         return Way(times, self.buffer_bytes, self.chunks)
 
@@ -132,7 +142,7 @@ class VllmIpc:
         return max(VLLM_BUFFER, *(weight.numel() * self.dtype.itemsize for _, weight in self.weights))
 
     async def update(self) -> None:
-        """Sends one update, on the engine's event loop, where nothing else runs meanwhile."""
+        """Send one update, on the engine's event loop, where nothing else runs meanwhile."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
         from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
@@ -143,7 +153,9 @@ class VllmIpc:
         with torch.cuda.device(self.device):
             for chunk in packed_ipc_producer(pairs, uuid, lambda item: item[1], self.buffer_bytes):
                 info = {"names": chunk.names, "shapes": chunk.shapes, "dtype_names": chunk.dtype_names}
-                info |= {"tensor_sizes": chunk.tensor_sizes} | ({} if packed_at_start() else {"packed": True})
+                info |= {"tensor_sizes": chunk.tensor_sizes} | (
+                    {} if packed_at_start() else {"packed": True}
+                )
                 info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(chunk.ipc_handle)).decode()
                 await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
                 self.chunks += 1
@@ -151,7 +163,7 @@ class VllmIpc:
 
 
 def packed_at_start() -> bool:
-    """True if vLLM learns once that updates are packed, as from about 0.27 on, rather than with each chunk."""
+    """Return True if vLLM learns once that updates are packed, as from about 0.27 on, rather than with each chunk."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo
 
     return "packed" in {field.name for field in fields(IPCWeightTransferInitInfo)}

@@ -48,24 +48,43 @@ from trainer.types import Sample
 LEAST = BatchConfig().shared_tokens_min
 VARIANTS = {"packed": None, "shared": LEAST}
 NOTHING = "nothing in common"
-SHAPES = ["8:128:128", "8:512:128", "8:1024:128", "8:128:512", "16:128:128", "16:512:128", "16:1024:128", NOTHING]
+SHAPES = [
+    "8:128:128",
+    "8:512:128",
+    "8:1024:128",
+    "8:128:512",
+    "16:128:128",
+    "16:512:128",
+    "16:1024:128",
+    NOTHING,
+]
 
 
 def samples_of(shape: str, vocabulary: int) -> list[Sample]:
-    """Returns the answers of one prompt, or of eight prompts that have nothing in common."""
+    """Return the answers of one prompt, or of eight prompts that have nothing in common."""
     draw = random.Random(0)
     answers, prompt, answer = map(int, shape.split(":")) if shape != NOTHING else (8, 256, 256)
-    prompts = [draw.choices(range(vocabulary), k=prompt) for _ in range(answers if shape == NOTHING else 1)]
+    prompts = [
+        draw.choices(range(vocabulary), k=prompt) for _ in range(answers if shape == NOTHING else 1)
+    ]
     return [
-        Sample(ids + draw.choices(range(vocabulary), k=answer), [0] * prompt + [1] * answer, [-5.0] * (prompt + answer))
+        Sample(
+            ids + draw.choices(range(vocabulary), k=answer),
+            [0] * prompt + [1] * answer,
+            [-5.0] * (prompt + answer),
+        )
         for ids in (prompts * answers)[:answers]
     ]
 
 
-def stepper(policy: FsdpPolicy, samples: list[Sample], budget: int, least: int | None) -> Callable[[], float]:
-    """Returns the learner's step, which returns the norm of its gradient."""
+def stepper(
+    policy: FsdpPolicy, samples: list[Sample], budget: int, least: int | None
+) -> Callable[[], float]:
+    """Return the learner's step, which returns the norm of its gradient."""
     algorithm = AlgorithmConfig.model_validate({"aggregation": "sequence_mean", "tis_cap": None})
-    advantages = torch.tensor([random.Random(n).gauss(0.0, 1.0) for n in range(len(samples))], device=policy.device)
+    advantages = torch.tensor(
+        [random.Random(n).gauss(0.0, 1.0) for n in range(len(samples))], device=policy.device
+    )
     trained = sum(sample.trainable for sample in samples)
 
     def step() -> float:
@@ -79,7 +98,7 @@ def stepper(policy: FsdpPolicy, samples: list[Sample], budget: int, least: int |
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     options = parse()
     device = this_device()
     init_process_group(3600, device.type)
@@ -89,7 +108,9 @@ def main() -> None:
     for shape in options.shapes:
         samples = samples_of(shape, PRESETS[options.preset][-1])
         logits = policy.work.of.forward(0, sum(sample.trainable for sample in samples), 0)
-        steps = {name: stepper(policy, samples, options.budget, least) for name, least in VARIANTS.items()}
+        steps = {
+            name: stepper(policy, samples, options.budget, least) for name, least in VARIANTS.items()
+        }
         times: dict[str, list[float]] = {name: [] for name in steps}
         norms, peaks, work = {}, {}, {}
         for name, step in steps.items():
@@ -105,17 +126,26 @@ def main() -> None:
         if abs(norms["shared"] / norms["packed"] - 1) > (0.05 if options.dtype == "bfloat16" else 1e-4):
             sys.exit(f"{shape}: the variants disagree on the norm of the gradient: {norms}")
         batches = {
-            n: micro_batches(samples, options.budget, 0, "cpu", packing=True, shared_min=v) for n, v in VARIANTS.items()
+            n: micro_batches(samples, options.budget, 0, "cpu", packing=True, shared_min=v)
+            for n, v in VARIANTS.items()
         }
-        tokens = {n: sum(len(b.layout.pack.tokens) for b in some if b.layout.pack) for n, some in batches.items()}
+        tokens = {
+            n: sum(len(b.layout.pack.tokens) for b in some if b.layout.pack)
+            for n, some in batches.items()
+        }
         ratios = [a / b for a, b in zip(times["packed"], times["shared"], strict=True)]
         theory = work["packed"] / work["shared"]
-        rows.append([
-            shape, f"{tokens['packed']} → {tokens['shared']}",
-            f"{median(times['packed']):.2f} → {median(times['shared']):.2f} s",
-            f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})", f"{theory:.2f}",
-            f"{median(ratios) / theory:.0%}", f"{peaks['packed'] / 2**20:.0f} → {peaks['shared'] / 2**20:.0f} MiB",
-        ])  # fmt: skip
+        rows.append(
+            [
+                shape,
+                f"{tokens['packed']} → {tokens['shared']}",
+                f"{median(times['packed']):.2f} → {median(times['shared']):.2f} s",
+                f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+                f"{theory:.2f}",
+                f"{median(ratios) / theory:.0%}",
+                f"{peaks['packed'] / 2**20:.0f} → {peaks['shared'] / 2**20:.0f} MiB",
+            ]
+        )
         figures[shape] = {"tokens": tokens, "seconds": times, "peak_bytes": peaks, "theory": theory}
     destroy_process_group()
     columns = ["answers : prompt : answer", "tokens", "a step", "x", "theory", "of it", "peak"]
@@ -125,7 +155,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = command_line(__doc__, rounds=3)
     add_model(parser, "10M")
     parser.add_argument("--shapes", nargs="+", default=SHAPES)

@@ -45,11 +45,14 @@ class Memory(threading.Thread):
         self.process, self.peak, self.ended = process, 0, threading.Event()
 
     def run(self) -> None:
-        """Samples twice a second."""
+        """Sample twice a second."""
         while not self.ended.wait(0.5):
             total = 0
             try:
-                for one in [psutil.Process(self.process), *psutil.Process(self.process).children(recursive=True)]:
+                for one in [
+                    psutil.Process(self.process),
+                    *psutil.Process(self.process).children(recursive=True),
+                ]:
                     total += one.memory_full_info().pss
             except psutil.Error:
                 continue
@@ -57,7 +60,7 @@ class Memory(threading.Thread):
 
 
 def run(command: list[str], **environment: str) -> int:
-    """Runs a command and returns its peak of memory in bytes; ends the bench if the command fails."""
+    """Run a command and return its peak of memory in bytes; end the bench if the command fails."""
     with subprocess.Popen(command, cwd=ROOT, env=os.environ | environment) as process:
         memory = Memory(process.pid)
         memory.start()
@@ -76,14 +79,26 @@ class Hotbunk:
         self.options, self.seed, self.folder = options, seed, FOLDER / f"race_hotbunk-{seed}"
 
     def advance(self, until: int) -> int:
-        """Trains up to a step, and returns the peak of memory."""
+        """Train up to a step, and return the peak of memory."""
         keys = {
-            "run.name": self.folder.name, "run.seed": self.seed, "run.steps": until, "eval.every": self.options.every,
-            "batch.prompts_per_step": PROMPTS, "algorithm.group_size": GROUP, "sampling.max_tokens": MAX_TOKENS,
-            "policy.lr": RATE, "policy.betas": list(BETAS), "policy.eps": EPSILON, "algorithm.kl_coef": 0.0,
-            "algorithm.clip_low": CLIP, "algorithm.clip_high": CLIP, "checkpoint.every": self.options.segment,
-        }  # fmt: skip
-        overrides = [word for key, value in keys.items() for word in (f"--{key}", json.dumps(value).strip('"'))]
+            "run.name": self.folder.name,
+            "run.seed": self.seed,
+            "run.steps": until,
+            "eval.every": self.options.every,
+            "batch.prompts_per_step": PROMPTS,
+            "algorithm.group_size": GROUP,
+            "sampling.max_tokens": MAX_TOKENS,
+            "policy.lr": RATE,
+            "policy.betas": list(BETAS),
+            "policy.eps": EPSILON,
+            "algorithm.kl_coef": 0.0,
+            "algorithm.clip_low": CLIP,
+            "algorithm.clip_high": CLIP,
+            "checkpoint.every": self.options.segment,
+        }
+        overrides = [
+            word for key, value in keys.items() for word in (f"--{key}", json.dumps(value).strip('"'))
+        ]
         return run(["bash", "scripts/train.sh", RECIPE, *overrides], NPROC_PER_NODE="2")
 
 
@@ -94,16 +109,31 @@ class Trl:
         self.folder = FOLDER / f"race_trl-{seed}"
         self.folder.mkdir(parents=True, exist_ok=True)
         settings = {
-            "folder": str(self.folder), "model": str(START / "model"), "train": str(START / "data" / "train.jsonl"),
-            "eval": str(START / "data" / "eval.jsonl"), "prompts": PROMPTS, "group": GROUP, "lr": RATE, "betas": BETAS,
-            "eps": EPSILON, "rows": options.rows, "max_tokens": MAX_TOKENS, "clip": CLIP, "every": options.every,
+            "folder": str(self.folder),
+            "model": str(START / "model"),
+            "train": str(START / "data" / "train.jsonl"),
+            "eval": str(START / "data" / "eval.jsonl"),
+            "prompts": PROMPTS,
+            "group": GROUP,
+            "lr": RATE,
+            "betas": BETAS,
+            "eps": EPSILON,
+            "rows": options.rows,
+            "max_tokens": MAX_TOKENS,
+            "clip": CLIP,
+            "every": options.every,
             "seed": seed,
-        }  # fmt: skip
+        }
         write_whole(self.folder / "settings.json", json.dumps(settings))
 
     def advance(self, until: int) -> int:
-        """Trains up to a step, and returns the peak of memory."""
-        command = [sys.executable, "scripts/bench/race_trl.py", str(self.folder / "settings.json"), str(until)]
+        """Train up to a step, and return the peak of memory."""
+        command = [
+            sys.executable,
+            "scripts/bench/race_trl.py",
+            str(self.folder / "settings.json"),
+            str(until),
+        ]
         return run(command, OMP_NUM_THREADS=str(len(os.sched_getaffinity(0))), PYTHONPATH=str(ROOT))
 
 
@@ -111,13 +141,13 @@ SIDES: dict[str, type[Hotbunk] | type[Trl]] = {"Hotbunk": Hotbunk, "TRL": Trl}
 
 
 def done(folder: Path) -> int:
-    """Returns the step that a side has reached."""
+    """Return the step that a side has reached."""
     rows = read_rows(folder / "metrics.jsonl")
     return int(rows[-1]["train/step"]) if rows else 0
 
 
 def race(options: argparse.Namespace, seed: int) -> dict[str, int]:
-    """Trains both sides in turns, and returns their peaks of memory."""
+    """Train both sides in turns, and return their peaks of memory."""
     sides = {name: make(options, seed) for name, make in SIDES.items()}
     peaks = dict.fromkeys(sides, 0)
     for turn, until in enumerate(range(options.segment, options.steps + 1, options.segment)):
@@ -128,7 +158,7 @@ def race(options: argparse.Namespace, seed: int) -> dict[str, int]:
 
 
 def minutes(rows: Rows) -> list[tuple[float, float]]:
-    """Returns minutes of training and held-out accuracy at each evaluation."""
+    """Return minutes of training and held-out accuracy at each evaluation."""
     passed, points = 0.0, []
     for row in rows:
         passed += row.get("time/step", 0.0) / 60
@@ -138,7 +168,7 @@ def minutes(rows: Rows) -> list[tuple[float, float]]:
 
 
 def main() -> None:
-    """Runs what is not finished, and prints."""
+    """Run what is not finished, and print."""
     parser = command_line(__doc__)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=30)
@@ -149,13 +179,15 @@ def main() -> None:
     if options.steps % options.segment or options.segment % options.every:
         parser.error("--steps must be a multiple of --segment, and --segment of --every")
     if not (START / "model" / "config.json").exists():
-        parser.error(f"there is no model in {START / 'model'}: bash scripts/results/run.sh start makes it")
+        parser.error(
+            f"there is no model in {START / 'model'}: bash scripts/results/run.sh start makes it"
+        )
     peaks = {seed: race(options, seed) for seed in options.seeds}
     report(options, peaks)
 
 
 def line(name: str, folder: Path, peak: int) -> list[str]:
-    """Returns a side's row of the table."""
+    """Return a side's row of the table."""
     rows = [row for row in read_rows(folder / "metrics.jsonl") if "time/step" in row]
     points = minutes(read_rows(folder / "metrics.jsonl"))
     took = {
@@ -165,18 +197,28 @@ def line(name: str, folder: Path, peak: int) -> list[str]:
     }
     tokens = median(series(rows, "rollout_tokens")[1])
     return [
-        name, f"{points[0][1]:.3f}", f"{points[-1][1]:.3f}", f"{points[-1][0]:.2f}", f"{took['step']:.2f} s",
-        f"{took['rollout']:.2f} s", f"{tokens / took['rollout']:.0f}", f"{took['update']:.2f} s",
-        f"{tokens / took['update']:.0f}", f"{took.get('sync', 0.0):.3f} s", f"{peak / 2**30:.2f} GiB" if peak else "-",
-    ]  # fmt: skip
+        name,
+        f"{points[0][1]:.3f}",
+        f"{points[-1][1]:.3f}",
+        f"{points[-1][0]:.2f}",
+        f"{took['step']:.2f} s",
+        f"{took['rollout']:.2f} s",
+        f"{tokens / took['rollout']:.0f}",
+        f"{took['update']:.2f} s",
+        f"{tokens / took['update']:.0f}",
+        f"{took.get('sync', 0.0):.3f} s",
+        f"{peak / 2**30:.2f} GiB" if peak else "-",
+    ]
 
 
 def report(options: argparse.Namespace, peaks: dict[int, dict[str, int]]) -> None:
-    """Prints a row for each side and seed, and when Hotbunk had TRL's final accuracy."""
+    """Print a row for each side and seed, and when Hotbunk had TRL's final accuracy."""
     lines, notes, results = [], [], {}
     for seed in options.seeds:
         folders = {name: FOLDER / f"race_{name.lower()}-{seed}" for name in SIDES}
-        lines += [line(f"{name}, seed {seed}", folder, peaks[seed][name]) for name, folder in folders.items()]
+        lines += [
+            line(f"{name}, seed {seed}", folder, peaks[seed][name]) for name, folder in folders.items()
+        ]
         points = {name: minutes(read_rows(folder / "metrics.jsonl")) for name, folder in folders.items()}
         results[seed] = points
         end, goal = points["TRL"][-1]
@@ -196,7 +238,19 @@ def report(options: argparse.Namespace, peaks: dict[int, dict[str, int]]) -> Non
         )
     show(
         f"{options.steps} steps of {PROMPTS} prompts with {GROUP} answers",
-        ["", "first", "last", "minutes", "a step", "rollout", "tokens/s", "update", "tokens/s", "sync", "peak"],
+        [
+            "",
+            "first",
+            "last",
+            "minutes",
+            "a step",
+            "rollout",
+            "tokens/s",
+            "update",
+            "tokens/s",
+            "sync",
+            "peak",
+        ],
         lines,
         [*notes, *UNEQUAL],
     )

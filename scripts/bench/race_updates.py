@@ -26,7 +26,8 @@ from trainer.learning.groups import MiniBatch
 from trainer.learning.policy_loss import PolicyLoss
 from trainer.types import Layout, MicroBatch, Outputs
 
-with mock.patch("trl.import_utils.is_vllm_available", return_value=False):  # it would import vLLM, which is not used
+with mock.patch("trl.import_utils.is_vllm_available", return_value=False):
+    # it would import vLLM, which is not used
     from trl import GRPOConfig, GRPOTrainer
 
 STEPS, PROMPTS, GROUP, LONGEST = 6, 4, 8, 24
@@ -48,9 +49,13 @@ def script() -> list[Rollout]:
     generator = torch.Generator().manual_seed(0)
     rollouts = []
     for _ in range(STEPS):
-        prompts = torch.randint(5, 280, (PROMPTS, 6), generator=generator).repeat_interleave(GROUP, dim=0)
+        prompts = torch.randint(5, 280, (PROMPTS, 6), generator=generator).repeat_interleave(
+            GROUP, dim=0
+        )
         lengths = torch.randint(4, LONGEST, (len(prompts),), generator=generator).tolist()
-        completions = [torch.randint(5, 280, (length,), generator=generator).tolist() for length in lengths]
+        completions = [
+            torch.randint(5, 280, (length,), generator=generator).tolist() for length in lengths
+        ]
         rewards = torch.randint(0, 2, (len(prompts),), generator=generator).float()
         rollouts.append(Rollout(prompts, completions, rewards))
     return rollouts
@@ -73,17 +78,38 @@ class Scripted(GRPOTrainer):
 def by_trl(model: Path, folder: Path, rollouts: list[Rollout]) -> tuple[dict[str, Tensor], list[float]]:
     """Train with TRL's trainer. Return the weights, and the norm of each step's gradient."""
     arguments = GRPOConfig(
-        output_dir=str(folder), max_steps=STEPS, save_strategy="no", learning_rate=LR, lr_scheduler_type="constant",
-        adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_epsilon=EPS, weight_decay=0.0, max_grad_norm=NORM,
-        per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP, max_completion_length=LONGEST, beta=0.0,
-        epsilon=CLIP, loss_type="grpo", scale_rewards="group", bf16=False, gradient_checkpointing=False, use_cpu=True,
-        model_init_kwargs={"dtype": "float32"}, report_to=[], logging_steps=1, disable_tqdm=True,
-    )  # fmt: skip
+        output_dir=str(folder),
+        max_steps=STEPS,
+        save_strategy="no",
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_epsilon=EPS,
+        weight_decay=0.0,
+        max_grad_norm=NORM,
+        per_device_train_batch_size=PROMPTS * GROUP,
+        num_generations=GROUP,
+        max_completion_length=LONGEST,
+        beta=0.0,
+        epsilon=CLIP,
+        loss_type="grpo",
+        scale_rewards="group",
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        model_init_kwargs={"dtype": "float32"},
+        report_to=[],
+        logging_steps=1,
+        disable_tqdm=True,
+    )
     trainer = Scripted(
-        model=str(model), reward_funcs=lambda completions, **_: [0.0] * len(completions), args=arguments,
+        model=str(model),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=arguments,
         train_dataset=Dataset.from_list([{"prompt": str(row)} for row in range(PROMPTS * STEPS)]),
         processing_class=AutoTokenizer.from_pretrained(model),
-    )  # fmt: skip
+    )
     trainer.rollouts = rollouts
     trainer.train()
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
@@ -123,7 +149,9 @@ def micro_batch(rollout: Rollout) -> MicroBatch:
     zeros = torch.zeros_like(mask)
     layout = Layout.of(mask, lengths)
     rows = list(range(len(lengths)))
-    return MicroBatch(input_ids, mask, zeros, grouped.expand_as(mask), lengths, layout, rows, zeros, None)
+    return MicroBatch(
+        input_ids, mask, zeros, grouped.expand_as(mask), lengths, layout, rows, zeros, None
+    )
 
 
 def sampled_logprobs(model: nn.Module, input_ids: Tensor) -> Tensor:

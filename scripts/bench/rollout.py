@@ -42,7 +42,7 @@ Tokens = dict[tuple[int, int], list[int]]
 
 
 async def bare(engine: Engine, prompts: list[list[int]], settings: RolloutSettings) -> Tokens:
-    """Samples with vLLM alone."""
+    """Sample with vLLM alone."""
 
     async def one(prompt: int, sample: int) -> list[int]:
         seed = sample_seed(settings.seed, settings.step, prompt, sample)
@@ -57,7 +57,7 @@ async def bare(engine: Engine, prompts: list[list[int]], settings: RolloutSettin
 
 
 async def ours(engine: Engine, prompts: list[list[int]], settings: RolloutSettings) -> Tokens:
-    """Samples as the training loop does."""
+    """Sample as the training loop does."""
     unclaimed = iter(range(len(prompts)))
 
     async def score(trajectory: Trajectory) -> None:
@@ -75,18 +75,18 @@ class Round:
     sampled: dict[str, Tokens]
 
     def speed(self, way: str) -> float:
-        """Returns the tokens per second of one way."""
+        """Return the tokens per second of one way."""
         return sum(map(len, self.sampled[way].values())) / self.seconds[way]
 
     def row(self) -> list[float]:
-        """Returns the tokens per second of both ways, their ratio, and the share of equal answers."""
+        """Return the tokens per second of both ways, their ratio, and the share of equal answers."""
         both = list(zip(*(self.sampled[way].items() for way in ("bare", "ours")), strict=True))
         equal = sum(a == b for a, b in both) / len(both)
         return [self.speed("bare"), self.speed("ours"), self.speed("ours") / self.speed("bare"), equal]
 
 
 async def compare(engine: Engine, prompts: list[list[int]], options: argparse.Namespace) -> list[Round]:
-    """Runs both ways in every round; the first round does not count."""
+    """Run both ways in every round; the first round does not count."""
     rounds = []
     gc.collect()
     gc.freeze()  # as the training loop does; a collection of all objects takes 0.4 s
@@ -105,14 +105,17 @@ async def compare(engine: Engine, prompts: list[list[int]], options: argparse.Na
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Measures and prints."""
+    """Measure and print."""
     with engine_for(options, plain_cpu_weights=options.plain) as leader:
         choice = random.Random(0)
         prompts = [
-            choice.choices(range(PRESETS[options.preset][-1]), k=options.prompt_tokens) for _ in range(options.prompts)
+            choice.choices(range(PRESETS[options.preset][-1]), k=options.prompt_tokens)
+            for _ in range(options.prompts)
         ]
         rounds = leader.thread.run(compare(leader.engine, prompts, options), 3600, "the benchmark")
-    batch = f"{options.prompts} prompts x {options.group} samples, up to {options.max_tokens} tokens each"
+    batch = (
+        f"{options.prompts} prompts x {options.group} samples, up to {options.max_tokens} tokens each"
+    )
     title = f"{options.preset} {options.dtype}: {batch}"
     note = f"{options.max_num_seqs} sequences at a time, {torch.get_num_threads()} thread(s)"
     columns = ["bare tok/s", "ours tok/s", "ours / bare", "same answers"]
@@ -121,11 +124,13 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = command_line(__doc__)
     add_model(parser, "10M")
     parser.add_argument(
-        "--plain", action="store_true", help="CPU: weights not packed for oneDNN, as small models like it"
+        "--plain",
+        action="store_true",
+        help="CPU: weights not packed for oneDNN, as small models like it",
     )
     parser.add_argument("--prompts", type=int, default=32, help="prompts in a batch (default: 32)")
     parser.add_argument("--group", type=int, default=8, help="samples of each (default: 8)")

@@ -53,13 +53,20 @@ def trained_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(texts, BpeTrainer(vocab_size=8000, special_tokens=SPECIAL, initial_alphabet=alphabet))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, eos_token=SPECIAL[0])
+    tokenizer.train_from_iterator(
+        texts, BpeTrainer(vocab_size=8000, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=TEMPLATE, eos_token=SPECIAL[0]
+    )
 
 
 def make_row(texts: list[str], draw: random.Random) -> dict[str, Any]:
     """Return a conversation of four messages, in one of three forms."""
-    call = {"type": "function", "function": {"name": "look", "arguments": json.dumps({"page": draw.random()})}}
+    call = {
+        "type": "function",
+        "function": {"name": "look", "arguments": json.dumps({"page": draw.random()})},
+    }
     question = draw.choice(texts)
     content: Any = [{"type": "text", "text": question}] if draw.random() < 0.3 else question
     middle = [
@@ -67,8 +74,17 @@ def make_row(texts: list[str], draw: random.Random) -> dict[str, Any]:
         {"role": "tool", "content": draw.choice(texts)},
     ]
     if draw.random() < 0.7:
-        middle = [{"role": "assistant", "content": draw.choice(texts)}, {"role": "user", "content": draw.choice(texts)}]
-    return {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}, *middle]}
+        middle = [
+            {"role": "assistant", "content": draw.choice(texts)},
+            {"role": "user", "content": draw.choice(texts)},
+        ]
+    return {
+        "prompt": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": content},
+            *middle,
+        ]
+    }
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -90,7 +106,9 @@ def held_bytes(make: Callable[[], Any]) -> tuple[int, int]:
 
 def main() -> None:
     """Print two tables of one run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
@@ -113,7 +131,8 @@ def main() -> None:
 
     def tokenise() -> None:
         rendered = [
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) for messages in fitted
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            for messages in fitted
         ]
         tokenizer(rendered, add_special_tokens=False)
 
@@ -132,11 +151,17 @@ def main() -> None:
         datasets.config.HF_DATASETS_CACHE = Path(folder) / "cache"
         config = DataConfig(path=str(file), answer_key=None, max_prompt_tokens=10**6)
         load_prompts(config, tokenizer)  # prepares the rows, and imports what it needs
-        bare, _ = held_bytes(lambda: [(row.row, row.token_ids) for row in prompt_rows(config, tokenizer)])
+        bare, _ = held_bytes(
+            lambda: [(row.row, row.token_ids) for row in prompt_rows(config, tokenizer)]
+        )
         prompts, _ = held_bytes(lambda: load_prompts(config, tokenizer))
-        _, passing = held_bytes(lambda: sum(len(row.token_ids) for row in prompt_rows(config, tokenizer)))
+        _, passing = held_bytes(
+            lambda: sum(len(row.token_ids) for row in prompt_rows(config, tokenizer))
+        )
         print(f"held: prompts / their bare rows and ids: {prompts / bare:.3f}")
-        print(f"passing: peak / file of {file.stat().st_size >> 10} KiB: {passing / file.stat().st_size:.3f}")
+        print(
+            f"passing: peak / file of {file.stat().st_size >> 10} KiB: {passing / file.stat().st_size:.3f}"
+        )
 
 
 if __name__ == "__main__":

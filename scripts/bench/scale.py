@@ -38,43 +38,70 @@ BEGIN, END = "<!-- made by scripts/bench/scale.py -->", "<!-- end of what it mad
 
 
 def counts_of(folder: Path, ranks: list[int]) -> list[dict[str, Any]]:
-    """Counts with real ranks where there are few, else with rank 0 alone, which simulates the others."""
+    """Count with real ranks where there are few, else with rank 0 alone, which simulates the others."""
     counts: list[dict[str, Any]] = []
     for number in (number for number in ranks if number in REAL):
-        run_ranks(scale_run.really, number, scale_run.DEADLINE, [str(folder), str(output := folder / f"{number}.json")])
+        run_ranks(
+            scale_run.really,
+            number,
+            scale_run.DEADLINE,
+            [str(folder), str(output := folder / f"{number}.json")],
+        )
         counts.append(json.loads(output.read_text()))
     if simulated := [str(number) for number in ranks if number not in REAL]:
         output = folder / "simulated.json"
-        command = [sys.executable, __file__, "--simulated", str(folder), ",".join(simulated), str(output)]
+        command = [
+            sys.executable,
+            __file__,
+            "--simulated",
+            str(folder),
+            ",".join(simulated),
+            str(output),
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         counts += json.loads(output.read_text())
     return counts
 
 
 def qwen(folder: Path) -> ModelSizes:
-    """Returns the sizes of Qwen2.5-7B."""
-    sizes = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
-    shape: dict[str, Any] = sizes | {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}
+    """Return the sizes of Qwen2.5-7B."""
+    sizes = {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+    }
+    shape: dict[str, Any] = sizes | {
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    }
     Qwen2Config(architectures=["Qwen2ForCausalLM"], **shape).save_pretrained(folder)
-    return model_sizes(TrainConfig.model_validate({"model": {"path": str(folder)}, "data": {"path": "d"}}), str(folder))
+    return model_sizes(
+        TrainConfig.model_validate({"model": {"path": str(folder)}, "data": {"path": "d"}}), str(folder)
+    )
 
 
 def table(columns: list[dict[str, Any]], model: ModelSizes) -> str:
-    """Returns all figures as a table in Markdown, with a column for each number of ranks."""
+    """Return all figures as a table in Markdown, with a column for each number of ranks."""
 
     def bytes_of(*kinds: str) -> Callable[[dict[str, Any]], str]:
         return lambda c: size(sum(c["step"].get(kind, (0, 0, 0))[2] for kind in kinds))
 
     def tensors(c: dict[str, Any], policy: PolicyConfig) -> str:
         volume = update_traffic(policy, model, c["ranks"], 1)
-        shards = policy.shard_size if policy.shard_size and c["ranks"] > policy.shard_size else c["ranks"]
+        shards = (
+            policy.shard_size if policy.shard_size and c["ranks"] > policy.shard_size else c["ranks"]
+        )
         return size((volume.gathered + volume.scattered) * (shards - 1) // shards)
 
     bf16, rows = PolicyConfig(dtype="bfloat16", activation_checkpointing="full"), model.shapes.values()
     by_eight = bf16.model_copy(update={"shard_size": 8})
     lines: dict[str, Callable[[dict[str, Any]], str]] = {
         "": lambda c: f"{c['ranks']:,}",
-        "control messages, sent and received": lambda c: str(sum(c["step"].get(k, [0])[0] for k in CONTROL)),
+        "control messages, sent and received": lambda c: str(
+            sum(c["step"].get(k, [0])[0] for k in CONTROL)
+        ),
         "bytes of control messages": bytes_of(*CONTROL),
         "rows of all answers": bytes_of("send_to_all"),
         "samples to train on": bytes_of("all_to_all_bytes"),
@@ -94,7 +121,7 @@ def table(columns: list[dict[str, Any]], model: ModelSizes) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Returns a number of bytes in the first unit in which it is below 1,000, as in 1.5 MiB."""
+    """Return a number of bytes in the first unit in which it is below 1,000, as in 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1000 or unit == "GiB":
             break
@@ -103,9 +130,13 @@ def size(nbytes: float) -> str:
 
 
 def main() -> None:
-    """Counts, and prints the table or writes it into a page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="real ones up to 4, simulated beyond")
+    """Count, and print the table or write it into a page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks", default=",".join(map(str, RANKS)), help="real ones up to 4, simulated beyond"
+    )
     parser.add_argument("--write", type=Path, help="a page that has a table between two marks")
     parser.add_argument("--simulated", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()

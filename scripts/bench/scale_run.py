@@ -55,7 +55,13 @@ from trainer.start import Start
 PROMPTS, GROUP = 2, 8  # prompts of each rank in a step, and samples of each
 STEPS = 2  # the last is counted, since the first sync differs from all others
 DEADLINE = 600.0
-WIDTH: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "heads": 4, "kv_heads": 2, "layers": 2}
+WIDTH: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "heads": 4,
+    "kv_heads": 2,
+    "layers": 2,
+}
 
 
 class Counted(TorchDispatchMode):
@@ -68,7 +74,8 @@ class Counted(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: dict[str, list[int]] = {}
-        self.coming: list[bytes] | None = None  # in a simulation: the payloads that the next exchange of bytes receives
+        # In a simulation: the payloads that the next exchange of bytes receives
+        self.coming: list[bytes] | None = None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         done = function(*args, **(kwargs or {}))
@@ -90,13 +97,13 @@ class Counted(TorchDispatchMode):
             self.coming = None
 
     def take(self) -> dict[str, list[int]]:
-        """Returns the counts since the last call."""
+        """Return the counts since the last call."""
         counts, self.counts = self.counts, {}
         return counts
 
 
 def asked_by() -> str | None:
-    """Returns the function of `sharding.ranks` through which this collective was called; None if there is none."""
+    """Return the function of `sharding.ranks` through which this collective was called; None if there is none."""
     frame: FrameType | None = sys._getframe(2)
     name: str | None = None
     while frame is not None:
@@ -109,7 +116,7 @@ def asked_by() -> str | None:
 
 
 def traffic(name: str, args: Any) -> tuple[int, int]:
-    """Returns the bytes that a collective sends and receives on this rank."""
+    """Return the bytes that a collective sends and receive on this rank."""
     if name == "alltoall_base":
         output, outgoing, coming, going = args[0], args[1], args[3], args[4]
         me, count = dist.get_rank(), dist.get_world_size()
@@ -139,11 +146,13 @@ class Loaded(nn.Module):
 
     def __init__(self, folder: str) -> None:
         super().__init__()
-        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=torch.float32
+        )
 
     @torch.no_grad()
     def load_weights(self, weights: Any) -> None:
-        """Copies weights by name; vLLM's models have this method."""
+        """Copy weights by name; vLLM's models have this method."""
         parameters = dict(self.model.named_parameters())
         for name, weight in weights:
             parameters[name].copy_(weight)
@@ -179,7 +188,7 @@ class CountedStore:
 
 
 def listed(number: int, version: int) -> list[Trajectory]:
-    """Makes the answers of a rank's engine; their lengths differ from rank to rank."""
+    """Make the answers of a rank's engine; their lengths differ from rank to rank."""
     answers = []
     for place in range(PROMPTS * GROUP):
         ids = [8 + (number + place * step) % 200 for step in range(8 + (5 * place + 7 * number) % 17)]
@@ -187,32 +196,48 @@ def listed(number: int, version: int) -> list[Trajectory]:
         sampled = ids[6:]
         mask, logprobs = [1] * len(sampled), [-5.0] * len(sampled)
         answer = Trajectory(prompt + number * PROMPTS, sample, ids[:6], sampled, mask, logprobs)
-        answer.reward, answer.versions, answer.weight_version = float(sample % 2), [(version, 0)], version
+        answer.reward, answer.versions, answer.weight_version = (
+            float(sample % 2),
+            [(version, 0)],
+            version,
+        )
         answers.append(answer)
     return answers
 
 
 def without_engine(start: Start, _: contextlib.ExitStack) -> None:
-    """Makes, in place of `trainer.start.start_engine`, an engine in this process that only receives weights."""
+    """Make, in place of `trainer.start.start_engine`, an engine in this process that only receives weights."""
     sizes = SimpleNamespace(dtype=torch.float32, tensor_parallel_size=1)
-    worker = Worker(Loaded(start.config.model.path), SimpleNamespace(model_config=sizes, parallel_config=sizes))
+    worker = Worker(
+        Loaded(start.config.model.path), SimpleNamespace(model_config=sizes, parallel_config=sizes)
+    )
     start.leader = Leader(OneWorker(worker), Thread())  # type: ignore[arg-type]
 
 
 def recipe(folder: Path, ranks: int) -> TrainConfig:
-    """Makes the recipe of a run on `ranks` ranks, with a tiny model and data in `folder`."""
+    """Make the recipe of a run on `ranks` ranks, with a tiny model and data in `folder`."""
     return TrainConfig.model_validate(
         {
-            "run": {"name": f"ranks_{ranks}", "output_dir": str(folder), "steps": STEPS + 1, "device": "cpu"},
+            "run": {
+                "name": f"ranks_{ranks}",
+                "output_dir": str(folder),
+                "steps": STEPS + 1,
+                "device": "cpu",
+            },
             "model": {"path": str(folder / "model")},
             "data": {"path": str(folder / "data.jsonl"), "max_prompt_tokens": 16},
             "sampling": {"max_tokens": 32},
             "engine": {"max_model_len": 64},
-            "sync": {"way": "staged", "bucket_mib": 1, "first_gap_limit": None},  # log-probabilities are made up
+            # log-probabilities are made up
+            "sync": {"way": "staged", "bucket_mib": 1, "first_gap_limit": None},
             "policy": {"dtype": "float32"},
             "algorithm": {"group_size": GROUP},
             # No rank is simulated that would compare beginnings of its answers.
-            "batch": {"prompts_per_step": PROMPTS * ranks, "tokens_per_micro_batch": 4096, "share_prefixes": False},
+            "batch": {
+                "prompts_per_step": PROMPTS * ranks,
+                "tokens_per_micro_batch": 4096,
+                "share_prefixes": False,
+            },
             # One to each of rank 0's prompts, which come first: no answer of a simulated rank is shown.
             "tracking": {"wandb": "disabled", "completions_per_step": PROMPTS},
         }
@@ -220,7 +245,7 @@ def recipe(folder: Path, ranks: int) -> TrainConfig:
 
 
 def make_inputs(folder: Path) -> None:
-    """Writes a tiny model and prompts into `folder`."""
+    """Write a tiny model and prompts into `folder`."""
     from trainer.commands.tiny_model import make_tiny_model
 
     make_tiny_model(folder / "model", vocab_size=288, **WIDTH)
@@ -229,7 +254,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def count_run(folder: Path, simulated: bool = False) -> dict[str, Any]:
-    """Counts the start, a step and a checkpoint of this rank, which has joined a process group."""
+    """Count the start, a step and a checkpoint of this rank, which has joined a process group."""
     config, counted, ranks = recipe(folder, world_size()), Counted(), world_size()
     counts: dict[str, Any] = {"ranks": ranks}
     with contextlib.ExitStack() as resources:
@@ -240,7 +265,9 @@ def count_run(folder: Path, simulated: bool = False) -> dict[str, Any]:
             mock.patch("trainer.start.start_engine", without_engine),
             mock.patch.object(extension, "_PLAIN_ON_CPU", True),
             mock.patch.object(processes, "private_folder", return_value=sockets),
-            mock.patch.object(checkpoint, "write", functools.partial(timed_writing, counts, checkpoint.write)),
+            mock.patch.object(
+                checkpoint, "write", functools.partial(timed_writing, counts, checkpoint.write)
+            ),
             simulated_ranks(counted) if simulated else contextlib.nullcontext(),
         ):
             resources.enter_context(place)
@@ -266,13 +293,13 @@ def count_run(folder: Path, simulated: bool = False) -> dict[str, Any]:
 
 
 def peak_bytes() -> int:
-    """Returns the peak memory of this process so far, without that of mapped files."""
+    """Return the peak memory of this process so far, without that of mapped files."""
     sizes = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return (int(sizes["VmHWM"].split()[0]) - int(sizes["RssFile"].split()[0])) << 10
 
 
 def timed_writing(counts: dict[str, Any], write: Callable[..., Path], *arguments: Any) -> Path:
-    """Writes a checkpoint, on its thread, and adds the seconds to `counts`."""
+    """Write a checkpoint, on its thread, and add the seconds to `counts`."""
     began = time.perf_counter()
     path = write(*arguments)
     counts["writing"] = time.perf_counter() - began
@@ -284,12 +311,14 @@ def timed_writing(counts: dict[str, Any], write: Callable[..., Path], *arguments
 
 @contextlib.contextmanager
 def alone_of(ranks: int) -> Iterator[None]:
-    """A context in which this process is rank 0 of `ranks`."""
+    """Return a context in which this process is rank 0 of `ranks`."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     new_group = dist.new_group
     with (
         mock.patch.object(distributed, "_store", dist.HashStore()),
-        mock.patch.object(dist, "new_group", lambda **options: new_group(**(options | {"backend": "fake"}))),
+        mock.patch.object(
+            dist, "new_group", lambda **options: new_group(**(options | {"backend": "fake"}))
+        ),
     ):
         yield
     dist.destroy_process_group()
@@ -297,11 +326,12 @@ def alone_of(ranks: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def simulated_ranks(counted: Counted) -> Iterator[None]:
-    """A context in which the other ranks send what they would, where that differs from what rank 0 sends."""
+    """Return a context in which the other ranks send what they would, where that differs from what rank 0 sends."""
     exchange_samples, to_all = answers_of.exchange_samples, answers_of.send_to_all
 
     def show(payloads: list[bytes]) -> list[bytes]:
-        shown_by_others = [msgspec.msgpack.encode({})] * (world_size() - 1)  # rank 0 shows its answers first
+        # Rank 0 shows its answers first
+        shown_by_others = [msgspec.msgpack.encode({})] * (world_size() - 1)
         counted.coming = [payloads[0], *shown_by_others]
         return exchanges.all_to_all_bytes(payloads)
 
@@ -314,7 +344,9 @@ def simulated_ranks(counted: Counted) -> Iterator[None]:
             incoming = [bytearray() for _ in range(world_size())]
             for step, by_rank in zip(answers, shares, strict=True):
                 for answer in (step[position] for position in by_rank[0]):
-                    simulated = listed(answer.rank, 0)[answer.prompt_index % PROMPTS * GROUP + answer.sample_index]
+                    simulated = listed(answer.rank, 0)[
+                        answer.prompt_index % PROMPTS * GROUP + answer.sample_index
+                    ]
                     incoming[answer.rank] += answers_of._packed(sample(simulated))
             counted.coming = [bytes(part) for part in incoming]
             return exchanges.all_to_all_bytes(payloads)
@@ -327,7 +359,8 @@ def simulated_ranks(counted: Counted) -> Iterator[None]:
         mock.patch.object(answers_of, "send_to_all", send_to_all),
         mock.patch("trainer.learning.groups.exchange_samples", handing_over),
         mock.patch("trainer.learning.answer_rows.all_to_all_bytes", show),
-        mock.patch("sharding.verify.Verification.different", return_value=[]),  # only rank 0's shards were gathered
+        # Only rank 0's shards were gathered
+        mock.patch("sharding.verify.Verification.different", return_value=[]),
         mock.patch.object(_DistWrapper, "gather_object", plans_of_all),
         mock.patch.object(_DistWrapper, "scatter_object", lambda _, objects: objects[0]),
         mock.patch.object(default_planner, "_validate_global_plan", return_value=[]),
@@ -336,7 +369,7 @@ def simulated_ranks(counted: Counted) -> Iterator[None]:
 
 
 def swap(payload: list[Any], peer: int, group: dist.ProcessGroup | None) -> list[Any]:
-    """Does what `sharding.ranks._swap` does, between ranks that all send the same."""
+    """Do what `sharding.ranks._swap` does, between ranks that all send the same."""
     channel: Any = group or dist.group.WORLD
     for part in exchanges._framed(msgspec.msgpack.encode(payload)):
         channel.recv([torch.empty_like(part)], peer, 0)
@@ -345,14 +378,14 @@ def swap(payload: list[Any], peer: int, group: dist.ProcessGroup | None) -> list
 
 
 def of_rank(packed: bytes, number: int) -> bytes:
-    """Returns the rows of answers that rank `number` sends; `packed` are rank 0's."""
+    """Return the rows of answers that rank `number` sends; `packed` are rank 0's."""
     _, *rest = msgspec.msgpack.decode(packed)
     rows = np.array([answers_of._row(answer) for answer in listed(number, 0)], dtype=answers_of.ROW)
     return msgspec.msgpack.encode((rows.tobytes(), *rest))
 
 
 def plans_of_all(_: _DistWrapper, plan: Any) -> list[Any]:
-    """Returns every rank's part of a checkpoint, pickled and unpickled, as rank 0 receives them."""
+    """Return every rank's part of a checkpoint, pickled and unpickled, as rank 0 receives them."""
     if not isinstance(plan, SavePlan):
         return [plan] * world_size()
     pickled = [pickle.dumps(of_shard(plan, number)) for number in range(world_size())]
@@ -360,7 +393,7 @@ def plans_of_all(_: _DistWrapper, plan: Any) -> list[Any]:
 
 
 def of_shard(plan: SavePlan, number: int) -> SavePlan:
-    """Returns the part that rank `number` would write: rank 0's, with the rows of its shards moved up."""
+    """Return the part that rank `number` would write: rank 0's, with the rows of its shards moved up."""
     items = []
     for item in plan.items:
         if item.type == WriteItemType.SHARD:
@@ -369,13 +402,15 @@ def of_shard(plan: SavePlan, number: int) -> SavePlan:
             chunk = data.chunk
             offsets = torch.Size([number * chunk.sizes[0], *chunk.offsets[1:]])
             index = replace(item.index, offset=offsets)
-            item = replace(item, index=index, tensor_data=replace(data, chunk=replace(chunk, offsets=offsets)))
+            item = replace(
+                item, index=index, tensor_data=replace(data, chunk=replace(chunk, offsets=offsets))
+            )
         items.append(item)
     return replace(plan, items=items)
 
 
 def simulate(folder: str, ranks: str, output: str) -> None:
-    """Writes the counts of rank 0, of each number of ranks in `ranks`, into a file."""
+    """Write the counts of rank 0, of each number of ranks in `ranks`, into a file."""
     counts = []
     for number in map(int, ranks.split(",")):
         with alone_of(number):
@@ -384,7 +419,7 @@ def simulate(folder: str, ranks: str, output: str) -> None:
 
 
 def really(folder: str, output: str) -> None:
-    """Runs the rank of torchrun's variables; rank 0 writes its counts into a file."""
+    """Run the rank of torchrun's variables; rank 0 writes its counts into a file."""
     distributed.init_process_group(DEADLINE, "cpu")
     counts = count_run(Path(folder))
     if is_main():

@@ -84,7 +84,9 @@ class ShiftBench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.device = options, this_device()
         folder = write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype)
-        self.leader = start_engine(folder, self.device, dtype=options.dtype, plain_cpu_weights=not options.packed)
+        self.leader = start_engine(
+            folder, self.device, dtype=options.dtype, plain_cpu_weights=not options.packed
+        )
         self.policy = random_policy(folder, options.dtype, self.device, offload=options.offload)
         settings = SyncSettings(options.verify, options.bucket_mib << 20)
         source, way = weight_source(self.policy, options.dtype), None
@@ -92,17 +94,19 @@ class ShiftBench:
             way = Pull(self.device, source, self.policy.shard_tensors(), [self.policy.optimizer])
         self.manager = connected_manager(source, self.device, settings, self.leader, way)
         self.meter = MemoryMeter(self.device)
-        self.step = ours(self.policy, Answers.random(4, 256, PRESETS[options.preset][-1]), 4096, packing=True)
+        self.step = ours(
+            self.policy, Answers.random(4, 256, PRESETS[options.preset][-1]), 4096, packing=True
+        )
 
     def run(self) -> list[Cycle]:
-        """Runs all cycles; the first one begins with an engine that sleeps."""
+        """Run all cycles; the first one begins with an engine that sleeps."""
         self.manager.sleep()
         gc.collect()
         gc.freeze()  # as the trainer does before its first step
         return [self.cycle() for _ in range(self.options.rounds)]
 
     def cycle(self) -> Cycle:
-        """Runs and measures one cycle."""
+        """Run and measure one cycle."""
         step = timed(self.step, self.device)
         with self.meter.phase("peak"):
             self.manager.wake(self.policy)
@@ -112,33 +116,37 @@ class ShiftBench:
         self.manager.sleep()
         memory |= {"trainer on": self.trainer_bytes(), "engine off": self.engine_bytes()}
         took = self.manager.report.seconds
-        seconds = {name: sum(took.get(phase, 0.0) for phase in phases) for name, phases in PHASES.items()}
+        seconds = {
+            name: sum(took.get(phase, 0.0) for phase in phases) for name, phases in PHASES.items()
+        }
         return Cycle({"step": step} | seconds, memory)
 
     def sample(self) -> None:
-        """Samples a few tokens, so that the engine has worked and its KV cache has been touched."""
+        """Sample a few tokens, so that the engine has worked and its KV cache has been touched."""
         sampling = SamplingSettings(max_tokens=64)
-        completion = self.leader.engine.complete([1, 2, 3], sampling, seed=0, policy_version=self.policy.version)
+        completion = self.leader.engine.complete(
+            [1, 2, 3], sampling, seed=0, policy_version=self.policy.version
+        )
         self.leader.thread.run(completion, TIMEOUT, "sampling")
 
     def trainer_bytes(self) -> int:
-        """Returns the memory that the trainer uses now."""
+        """Return the memory that the trainer uses now."""
         return torch.cuda.memory_allocated() if self.device.type == "cuda" else resident_bytes()
 
     def engine_bytes(self) -> int:
-        """Returns the memory that the engine uses now."""
+        """Return the memory that the engine uses now."""
         return self.leader.thread.run(self.leader.engine.memory_bytes(), TIMEOUT, "asking for memory")
 
 
 def growth(cycles: list[Cycle], side: str) -> float:
-    """Returns the growth in bytes per cycle, between the medians of both halves of the cycles from `SETTLED` on."""
+    """Return the growth in bytes per cycle, between the medians of both halves of the cycles from `SETTLED` on."""
     values = [cycle.memory[side] for cycle in cycles[SETTLED:]]
     half = len(values) // 2
     return (median(values[-half:]) - median(values[:half])) / (len(values) - half) if half else 0.0
 
 
 def present(options: argparse.Namespace, cycles: list[Cycle]) -> None:
-    """Prints the table and writes the JSON."""
+    """Print the table and write the JSON."""
     sides = list(cycles[0].memory)
     rows = [[str(number), *cells(cycle)] for number, cycle in enumerate(cycles, 1)]
     seconds = {name: median([c.seconds[name] for c in cycles]) for name in cycles[0].seconds}
@@ -155,18 +163,21 @@ def present(options: argparse.Namespace, cycles: list[Cycle]) -> None:
         f"sync.way: {options.way}",
     ]
     show(f"{options.preset} {options.dtype}, {layout} weights", columns, rows, notes)
-    results: dict[str, Any] = {"seconds": [c.seconds for c in cycles], "memory": [c.memory for c in cycles]}
+    results: dict[str, Any] = {
+        "seconds": [c.seconds for c in cycles],
+        "memory": [c.memory for c in cycles],
+    }
     save(options.json, results | {"growth": slopes})
 
 
 def cells(cycle: Cycle) -> list[str]:
-    """Formats a row: milliseconds, then MiB."""
+    """Format a row: milliseconds, then MiB."""
     times = [f"{seconds * 1e3:.1f}" for seconds in cycle.seconds.values()]
     return times + [f"{nbytes / MIB:.1f}" for nbytes in cycle.memory.values()]
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Measures and prints."""
+    """Measure and print."""
     bench = ShiftBench(options)
     try:
         present(options, bench.run())
@@ -176,15 +187,23 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = command_line(__doc__, rounds=10)
     add_model(parser, "10M")
-    parser.add_argument("--packed", action="store_true", help="CPU: let vLLM pack its weights for oneDNN")
-    offload = "policy.offload (default: all; optimizer with --way pull, which reads weights where they lie)"
+    parser.add_argument(
+        "--packed", action="store_true", help="CPU: let vLLM pack its weights for oneDNN"
+    )
+    offload = (
+        "policy.offload (default: all; optimizer with --way pull, which reads weights where they lie)"
+    )
     parser.add_argument("--offload", choices=["none", "optimizer", "all"], help=offload)
-    parser.add_argument("--verify", choices=["off", "sample", "full"], default="sample", help="sync.verify")
+    parser.add_argument(
+        "--verify", choices=["off", "sample", "full"], default="sample", help="sync.verify"
+    )
     parser.add_argument("--way", choices=["staged", "pull"], default="staged", help="sync.way")
-    parser.add_argument("--bucket-mib", type=int, default=64, help="size of a staging buffer (default: 64)")
+    parser.add_argument(
+        "--bucket-mib", type=int, default=64, help="size of a staging buffer (default: 64)"
+    )
     options = parser.parse_args()
     if options.way == "pull" and options.offload == "all":
         parser.error("--way pull reads weights where they lie: they cannot be moved by --offload all")

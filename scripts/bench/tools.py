@@ -34,12 +34,14 @@ from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner, make_too
 from generation.trajectory import Trajectory
 from trainer.commands.tiny_model import make_tiny_model
 
-Comparison = Callable[[Engine, PreTrainedTokenizerBase, argparse.Namespace], Coroutine[Any, Any, list[list[float]]]]
+Comparison = Callable[
+    [Engine, PreTrainedTokenizerBase, argparse.Namespace], Coroutine[Any, Any, list[list[float]]]
+]
 """(engine, its tokenizer, options) -> a row for each round."""
 
 
 def make_agent(tokenizer: PreTrainedTokenizerBase, seconds: float) -> Agent:
-    """Makes an agent that calls one of two tools after the first answer, and none after the second."""
+    """Make an agent that calls one of two tools after the first answer, and none after the second."""
 
     def blocking() -> str:
         """Sleeps on a thread."""
@@ -62,7 +64,7 @@ def make_agent(tokenizer: PreTrainedTokenizerBase, seconds: float) -> Agent:
 async def play(
     engine: Engine, tokenizer: PreTrainedTokenizerBase, function: RolloutFunction, step: int, count: int
 ) -> tuple[float, list[Trajectory]]:
-    """Runs a round of `count` trajectories; returns its seconds and the finished trajectories."""
+    """Run a round of `count` trajectories; return its seconds and the finished trajectories."""
     # A sixteenth of all ids ends an answer, so that answers end by themselves, after 16 tokens on average.
     sampling = SamplingSettings(64, stop_token_ids=list(range(10, 28)))
     settings = RolloutSettings(1, sampling, policy_version=0, seed=0, step=step)
@@ -85,30 +87,46 @@ async def play(
 async def run(
     engine: Engine, tokenizer: PreTrainedTokenizerBase, step: int, pause: float, count: int
 ) -> tuple[float, int, int]:
-    """Runs a round; returns its seconds, the tokens sampled and the calls made."""
+    """Run a round; return its seconds, the tokens sampled and the calls made."""
     took, done = await play(engine, tokenizer, tool_rollout(make_agent(tokenizer, pause)), step, count)
-    return took, sum(sum(t.loss_mask) for t in done), int(sum(t.metrics.get("tools/calls", 0) for t in done))
+    return (
+        took,
+        sum(sum(t.loss_mask) for t in done),
+        int(sum(t.metrics.get("tools/calls", 0) for t in done)),
+    )
 
 
-async def compare(engine: Engine, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> list[list[float]]:
-    """Returns the seconds of both ways, their difference and the calls of every round except the first."""
+async def compare(
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace
+) -> list[list[float]]:
+    """Return the seconds of both ways, their difference and the calls of every round except the first."""
     rows = []
     for step in range(options.rounds + 1):
         instant, tokens, calls = await run(engine, tokenizer, step, 0.0, options.trajectories)
-        slow, same_tokens, same_calls = await run(engine, tokenizer, step, options.seconds, options.trajectories)
+        slow, same_tokens, same_calls = await run(
+            engine, tokenizer, step, options.seconds, options.trajectories
+        )
         if (tokens, calls) != (same_tokens, same_calls):
-            raise RuntimeError(f"{tokens} tokens and {calls} calls, then {same_tokens} and {same_calls}: not the same")
+            raise RuntimeError(
+                f"{tokens} tokens and {calls} calls, then {same_tokens} and {same_calls}: not the same"
+            )
         rows.append([instant, slow, slow - instant, float(calls)])
     return rows[1:]
 
 
 def measure(options: argparse.Namespace, compare: Comparison, max_model_len: int) -> list[list[float]]:
-    """Runs a comparison with an engine of a tiny model and its tokenizer; returns the rows of all rounds."""
+    """Run a comparison with an engine of a tiny model and its tokenizer; return the rows of all rounds."""
     folder = make_tiny_model(Path(tempfile.mkdtemp()) / "model")
     leader = start_engine(
-        folder, this_device(), dtype="float32", max_model_len=max_model_len, max_num_seqs=options.max_num_seqs,
-        kv_cache_bytes=256 << 20, plain_cpu_weights=True, sleep=False,
-    )  # fmt: skip
+        folder,
+        this_device(),
+        dtype="float32",
+        max_model_len=max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        kv_cache_bytes=256 << 20,
+        plain_cpu_weights=True,
+        sleep=False,
+    )
     try:
         leader.engine.state.adopt_checkpoint(0)
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -118,7 +136,7 @@ def measure(options: argparse.Namespace, compare: Comparison, max_model_len: int
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Measures and prints."""
+    """Measure and print."""
     title = f"{options.trajectories} trajectories, one call of {options.seconds:g} s each"
     columns = ["instant s", "slow s", "difference s", "calls"]
     serial = f"one call after the other would be {options.trajectories * options.seconds:g} s more"
@@ -127,11 +145,17 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = command_line(__doc__, rounds=3)
-    parser.add_argument("--trajectories", type=int, default=64, help="how many run at once (default: 64)")
-    parser.add_argument("--seconds", type=float, default=0.5, help="how long a call takes (default: 0.5)")
-    parser.add_argument("--max-num-seqs", type=int, default=64, help="sequences the engine runs at once (default: 64)")
+    parser.add_argument(
+        "--trajectories", type=int, default=64, help="how many run at once (default: 64)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, help="how long a call takes (default: 0.5)"
+    )
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=64, help="sequences the engine runs at once (default: 64)"
+    )
     return parser.parse_args()
 
 

@@ -79,11 +79,13 @@ class Answers:
 
     @classmethod
     def random(cls, count: int, longest: int, vocabulary: int) -> "Answers":
-        """Draws log-normal lengths: prompts around a sixteenth of `longest`, answers around a fifth and at least 64."""
+        """Draw log-normal lengths: prompts around a sixteenth of `longest`, answer around a fifth and at least 64."""
         draw = random.Random(0)
 
         def lengths(typical: int, most: int) -> list[int]:
-            return [min(most, max(16, int(typical * draw.lognormvariate(0.0, 0.7)))) for _ in range(count)]
+            return [
+                min(most, max(16, int(typical * draw.lognormvariate(0.0, 0.7)))) for _ in range(count)
+            ]
 
         def tokens(length: int) -> list[int]:
             return [draw.randrange(vocabulary) for _ in range(length)]
@@ -96,17 +98,19 @@ class Answers:
 
     @classmethod
     def groups(cls, count: int, group: int, prompt: int, vocabulary: int) -> "Answers":
-        """Draws groups of answers of 64 to 128 tokens to prompts of `prompt` tokens."""
+        """Draw groups of answers of 64 to 128 tokens to prompts of `prompt` tokens."""
         draw = random.Random(0)
         prompts = [draw.choices(range(vocabulary), k=prompt) for _ in range(count // group)]
         answers = [draw.choices(range(vocabulary), k=draw.randint(64, 128)) for _ in range(count)]
         return cls(
-            [ids for ids in prompts for _ in range(group)], answers, [draw.gauss(0.0, 1.0) for _ in range(count)]
+            [ids for ids in prompts for _ in range(group)],
+            answers,
+            [draw.gauss(0.0, 1.0) for _ in range(count)],
         )
 
     @classmethod
     def equal(cls, count: int, length: int, vocabulary: int) -> "Answers":
-        """Draws sequences of `length` tokens each, a sixteenth of them prompts."""
+        """Draw sequences of `length` tokens each, a sixteenth of them prompts."""
         draw = random.Random(0)
         prompt = length // 16
         return cls(
@@ -126,8 +130,10 @@ class Answers:
         return sum(map(len, self.answers))
 
 
-def ours(policy: FsdpPolicy, batch: Answers, budget: int, packing: bool, shared_min: int | None = None) -> Step:
-    """Returns the step as the learner makes it."""
+def ours(
+    policy: FsdpPolicy, batch: Answers, budget: int, packing: bool, shared_min: int | None = None
+) -> Step:
+    """Return the step as the learner makes it."""
     samples = [
         Sample(p + a, [0] * len(p) + [1] * len(a), [0.0] * len(p + a))
         for p, a in zip(batch.prompts, batch.answers, strict=True)
@@ -135,7 +141,9 @@ def ours(policy: FsdpPolicy, batch: Answers, budget: int, packing: bool, shared_
     algorithm = AlgorithmConfig.model_validate({"aggregation": "sequence_mean", "tis_cap": None})
 
     def step() -> float:
-        batches = micro_batches(samples, budget, 0, policy.device, packing=packing, shared_min=shared_min)
+        batches = micro_batches(
+            samples, budget, 0, policy.device, packing=packing, shared_min=shared_min
+        )
         for micro in batches:
             micro.advantages += torch.tensor(batch.advantages, device=policy.device)[micro.rows, None]
         loss = PolicyLoss(algorithm, MiniBatch([], batches, batch.scored, len(samples)), longest=0)
@@ -145,7 +153,7 @@ def ours(policy: FsdpPolicy, batch: Answers, budget: int, packing: bool, shared_
 
 
 def trl(model: PreTrainedModel, batch: Answers, rows: int) -> Step:
-    """Returns the step as GRPOTrainer makes it; its constructor, which needs a dataset and rewards, is not called."""
+    """Return the step as GRPOTrainer makes it; its constructor, which needs a dataset and rewards, is not called."""
     # TRL would import vLLM for parts that are not used here.
     with mock.patch("trl.import_utils.is_vllm_available", return_value=False):
         from trl.trainer import grpo_trainer
@@ -155,21 +163,40 @@ def trl(model: PreTrainedModel, batch: Answers, rows: int) -> Step:
     trainer = grpo_trainer.GRPOTrainer.__new__(grpo_trainer.GRPOTrainer)
     algorithm = AlgorithmConfig.model_validate({})
     trainer.__dict__.update(
-        loss_type="grpo", importance_sampling_level="token", epsilon_low=algorithm.clip_low, beta=0.0,
-        epsilon_high=algorithm.clip_high, top_entropy_quantile=1.0, entropy_coef=0.0, _entropy_bonus_enabled=False,
-        off_policy_mask_threshold=None, use_vllm=False, aux_loss_enabled=False, model=model.train(),
-        current_gradient_accumulation_steps=-(-len(batch.answers) // rows), state=SimpleNamespace(global_step=0),
-        args=SimpleNamespace(delta=None, report_to=[]), _metrics=defaultdict(lambda: defaultdict(list)),
+        loss_type="grpo",
+        importance_sampling_level="token",
+        epsilon_low=algorithm.clip_low,
+        beta=0.0,
+        epsilon_high=algorithm.clip_high,
+        top_entropy_quantile=1.0,
+        entropy_coef=0.0,
+        _entropy_bonus_enabled=False,
+        off_policy_mask_threshold=None,
+        use_vllm=False,
+        aux_loss_enabled=False,
+        model=model.train(),
+        current_gradient_accumulation_steps=-(-len(batch.answers) // rows),
+        state=SimpleNamespace(global_step=0),
+        args=SimpleNamespace(delta=None, report_to=[]),
+        _metrics=defaultdict(lambda: defaultdict(list)),
         accelerator=SimpleNamespace(
-            autocast=nullcontext, gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1,
-            is_main_process=True, device=device,
+            autocast=nullcontext,
+            gather=lambda x: x,
+            reduce=lambda x, reduction: x,
+            num_processes=1,
+            is_main_process=True,
+            device=device,
         ),
-    )  # fmt: skip
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    )
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-6, betas=(0.9, 0.99), weight_decay=0.0, fused=True
+    )
 
     def padded(sequences: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
         ids = pad([torch.tensor(s) for s in sequences], padding_value=0, padding_side=side)
-        mask = pad([torch.ones(len(s), dtype=torch.long) for s in sequences], padding_value=0, padding_side=side)
+        mask = pad(
+            [torch.ones(len(s), dtype=torch.long) for s in sequences], padding_value=0, padding_side=side
+        )
         return ids.to(device), mask.to(device)
 
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
@@ -188,7 +215,7 @@ def trl(model: PreTrainedModel, batch: Answers, rows: int) -> Step:
 
 
 def twin(policy: FsdpPolicy, folder: Path) -> PreTrainedModel:
-    """Makes a plain Transformers model with the policy's weights."""
+    """Make a plain Transformers model with the policy's weights."""
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
@@ -199,7 +226,7 @@ def twin(policy: FsdpPolicy, folder: Path) -> PreTrainedModel:
 
 
 def needed_operations(policy: FsdpPolicy, batch: Answers) -> float:
-    """Returns the operations that forward and backward of the tokens without padding need."""
+    """Return the operations that forward and backward of the tokens without padding need."""
     head = policy.model.get_output_embeddings().weight.numel()
     embeddings = policy.model.get_input_embeddings().weight.numel()
     tied = policy.model.config.tie_word_embeddings
@@ -208,13 +235,15 @@ def needed_operations(policy: FsdpPolicy, batch: Answers) -> float:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     options = parse()
     device = this_device()
     init_process_group(3600, device.type)
     folder = write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype)
     # With this rate, every variant's first step has the same weights.
-    policy = random_policy(folder, options.dtype, device, lr=1e-19, activation_checkpointing=options.recompute)
+    policy = random_policy(
+        folder, options.dtype, device, lr=1e-19, activation_checkpointing=options.recompute
+    )
     vocabulary = PRESETS[options.preset][-1]
     batch = Answers.random(options.sequences, options.longest, vocabulary)
     if options.group > 1:
@@ -251,18 +280,23 @@ def report(
     peaks: dict[str, int],
     floor: float,
 ) -> None:
-    """Prints the table; ratios are of the same round, their spread over rounds in brackets."""
+    """Print the table; ratios are of the same round, their spread over rounds in brackets."""
     spread = max(norms.values()) / min(norms.values()) - 1
     if spread > (0.05 if options.dtype == "bfloat16" else 1e-3):
         sys.exit(f"the variants disagree on the norm of the first step's gradient: {norms}")
     rows = []
     for name, seconds in times.items():
         ratios = [a / b for a, b in zip(times.get("TRL", seconds), seconds, strict=True)]
-        rows.append([
-            name, f"{median(seconds):.1f} s", f"{batch.tokens / median(seconds):.0f}",
-            f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-            f"{peaks[name] / GIB:.2f} GiB", f"{floor / median(seconds):.0%}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"{median(seconds):.1f} s",
+                f"{batch.tokens / median(seconds):.0f}",
+                f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+                f"{peaks[name] / GIB:.2f} GiB",
+                f"{floor / median(seconds):.0%}",
+            ]
+        )
     lengths = [len(p) + len(a) for p, a in zip(batch.prompts, batch.answers, strict=True)]
     show(
         f"One optimizer step, {options.preset} {options.dtype}, {options.sequences} answers",
@@ -275,28 +309,39 @@ def report(
             f"norms of the first step's gradient within {spread:.0e} of one another",
         ],
     )
-    save(options.json, {"gradient_norms": norms, "seconds": times, "peak_bytes": peaks, "tokens": batch.tokens})
+    save(
+        options.json,
+        {"gradient_norms": norms, "seconds": times, "peak_bytes": peaks, "tokens": batch.tokens},
+    )
 
 
 def parse() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = command_line(__doc__, rounds=3)
     add_model(parser, "0.1B")
     parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest possible answer")
+    parser.add_argument(
+        "--longest", type=int, default=1024, help="tokens of the longest possible answer"
+    )
     parser.add_argument("--rows", type=int, default=4, help="answers in one of TRL's micro-batches")
     parser.add_argument("--budget", type=int, default=4096, help="tokens in one of our micro-batches")
     parser.add_argument("--group", type=int, default=1, help="answers to each prompt")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt, with --group")
-    parser.add_argument("--exactly", type=int, default=0, metavar="N", help="tokens of every prompt with its answer")
+    parser.add_argument(
+        "--exactly", type=int, default=0, metavar="N", help="tokens of every prompt with its answer"
+    )
     parser.add_argument("--recompute", action="store_true", help="compute activations again in backward")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="default: all, and shared with --group")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, help="default: all, and shared with --group"
+    )
     options = parser.parse_args()
     options.variants = options.variants or list(VARIANTS if options.group > 1 else VARIANTS[:-1])
     if options.sequences % options.group:
         parser.error("--sequences must be a multiple of --group")
     if options.sequences % options.rows:
-        parser.error("--sequences must be a multiple of --rows: TRL weighs answers by their micro-batch's size")
+        parser.error(
+            "--sequences must be a multiple of --rows: TRL weighs answers by their micro-batch's size"
+        )
     return options
 
 

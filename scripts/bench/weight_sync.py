@@ -94,13 +94,14 @@ class SyncBench:
         on_cuda = self.device.type == "cuda"
         os.environ.update(IPC_ENVIRONMENT if on_cuda else {})
         self.begin(extra=IPC_ARGUMENTS if on_cuda else None, worker_extension="bench_worker.BenchWorker")
-        uncut = None if options.packed else ()  # vLLM's loaders pack weights, which a bucket must not cut then
+        # vLLM's loaders pack weights, which a bucket must not cut then
+        uncut = None if options.packed else ()
         self.plan = BucketPlan(self.source.parameters(), options.bucket_mib << 20, uncut)
         self.ways: dict[str, Way] = {}
         self.shift: dict[str, list[float]] = {}
 
     def begin(self, shared: bool = False, **engine: Any) -> None:
-        """Starts the engine and builds the policy; with `shared`, in one memory."""
+        """Start the engine and build the policy; with `shared`, in one memory."""
         dtype, plain = self.options.dtype, not self.options.packed
         group = self.options.tensor_parallel
         self.leader: Leader | None = None
@@ -118,7 +119,7 @@ class SyncBench:
         self.source = weight_source(self.policy, dtype)
 
     def run(self) -> None:
-        """Measures the sections that were asked for and are possible here."""
+        """Measure the sections that were asked for and are possible here."""
         self.update(1)  # from it the worker knows the weights, and which copies its loaders make
         unsplit, plain = self.options.tensor_parallel == 1, not self.options.packed
         sections: dict[str, tuple[Callable[[], None], bool]] = {
@@ -150,25 +151,33 @@ class SyncBench:
         with Reader(staging, self.device) as reader:
             times = seconds(lambda: reader.push(self.plan), rounds, self.device)
             self.ways["transport"] = Way(times, room, messages)
-        self.ways["gather"] = Way(seconds(lambda: gather(self.source, self.plan, staging), rounds, self.device), room)
+        self.ways["gather"] = Way(
+            seconds(lambda: gather(self.source, self.plan, staging), rounds, self.device), room
+        )
         staging.close()
 
     def sync(self, row: str, way: Transport | None = None) -> None:
-        """Times syncs of each `verify` and the floor, in turns; the first ones, which map memory, do not count."""
+        """Time syncs of each `verify` and the floor, in turns; the first ones, which map memory, do not count."""
         floors: list[float] = []
-        reports = self.update(self.options.rounds + 1, VERIFY, way, between=lambda: floors.append(self.floor()))
+        reports = self.update(
+            self.options.rounds + 1, VERIFY, way, between=lambda: floors.append(self.floor())
+        )
         for number, verify in enumerate(VERIFY):
             chosen = reports[len(VERIFY) + number :: len(VERIFY)]
-            self.ways[f"{row}, verify {verify}"] = Way(*seconds_of(chosen), floor=floors[1 : self.options.rounds + 1])
+            self.ways[f"{row}, verify {verify}"] = Way(
+                *seconds_of(chosen), floor=floors[1 : self.options.rounds + 1]
+            )
 
     def after_sleep(self) -> None:
-        """Times syncs as `sync` does, after engines have slept."""
+        """Time syncs as `sync` does, after engines have slept."""
         reports = self.update(self.options.rounds + 1, sleep=True)[1:]
         self.ways["after sleep, verify off"] = Way(*seconds_of(reports))
-        self.shift = {p: [r.seconds.get(p, 0.0) for r in reports] for p in ("sleep", "wake", "sync", "verify")}
+        self.shift = {
+            p: [r.seconds.get(p, 0.0) for r in reports] for p in ("sleep", "wake", "sync", "verify")
+        }
 
     def floor(self) -> float:
-        """Returns the seconds of a memcpy of a worker's weights in all workers at once: those of the slowest."""
+        """Return the seconds of a memcpy of a worker's weights in all workers at once: those of the slowest."""
         exchange(None)  # waits for all ranks
         nbytes = self.plan.nbytes // self.options.tensor_parallel
         times = [0.0]
@@ -185,7 +194,7 @@ class SyncBench:
         sleep: bool = False,
         between: Callable[[], object] = lambda: None,
     ) -> list[SyncReport]:
-        """Runs `count` rounds, as in training: `between`, then a sync for each `verify`. Returns all reports."""
+        """Run `count` rounds, as in training: `between`, then a sync for each `verify`. Return all reports."""
         if self.leader is not None:
             engine = self.leader.engine
             engine.settings = dataclasses.replace(engine.settings, sleep=sleep)
@@ -210,18 +219,20 @@ class SyncBench:
         return reports
 
     def pull(self) -> None:
-        """Times syncs by `sync.way: pull`. From then on the policy's shards are in memory that workers map."""
-        self.sync("pull", Pull(self.device, self.source, self.policy.shard_tensors(), [self.policy.optimizer]))
+        """Time syncs by `sync.way: pull`. From then on the policy's shards are in memory that workers map."""
+        self.sync(
+            "pull", Pull(self.device, self.source, self.policy.shard_tensors(), [self.policy.optimizer])
+        )
 
     def share(self) -> None:
-        """Times syncs of a new engine and policy in one memory: the first sync copies weights, later ones nothing."""
+        """Time syncs of a new engine and policy in one memory: the first sync copies weights, later ones nothing."""
         self.close()
         del self.policy, self.source
         self.begin(shared=True, worker_extension="bench_worker.BenchWorker")
         self.sync("zero copy")
 
     def close(self) -> None:
-        """Stops the engine."""
+        """Stop the engine."""
         if self.leader is not None:
             self.leader.engine.close()
 
@@ -232,14 +243,16 @@ class SyncBench:
         weights: list[tuple[str, torch.Tensor]] = [*self.policy.named_parameters()]
         if find_spec("trl") is not None:
             self.ways[f"TRL {version('trl')}, colocated"] = trl(self.leader, rounds)
-        self.ways["verl's sequence of calls"] = Verl(self.leader, weights, self.dtype, self.device).measure(rounds)
+        self.ways["verl's sequence of calls"] = Verl(
+            self.leader, weights, self.dtype, self.device
+        ).measure(rounds)
         if self.device.type == "cuda":
             engine = VllmIpc(self.leader, weights, self.dtype, self.device)
             self.ways[f"vLLM {version('vllm')}, packed IPC"] = engine.measure(rounds)
 
 
 def seconds_of(reports: list[SyncReport]) -> tuple[list[float], int, int]:
-    """Returns the fields of a `Way` from reports of syncs: seconds of each, bytes of staging, messages."""
+    """Return the fields of a `Way` from reports of syncs: seconds of each, bytes of staging, messages."""
     times = [sum(r.seconds.get(phase, 0.0) for phase in ("wake", "sync", "verify")) for r in reports]
     return times, reports[-1].staging_bytes, reports[-1].messages
 
@@ -252,7 +265,9 @@ class Reader:
         folder = Path(tempfile.mkdtemp(dir=processes.private_folder()))
         self.channel = Listener(folder, "bench")
         arguments = (self.channel.endpoint, self.channel.secret, device, staging.handle)
-        self.process = multiprocessing.get_context("spawn").Process(target=read_staging, args=arguments, daemon=True)
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=read_staging, args=arguments, daemon=True
+        )
         self.source = torch.ones(staging.buffers[0].nbytes, dtype=torch.uint8, device=device)
 
     def __enter__(self) -> "Reader":
@@ -266,7 +281,7 @@ class Reader:
         self.channel.close()
 
     def push(self, plan: BucketPlan) -> None:
-        """Sends every bucket of the plan through staging; one buffer is filled while the other is read."""
+        """Send every bucket of the plan through staging; one buffer is filled while the other is read."""
         for number, bucket in enumerate(plan.buckets):
             if number >= BUFFERS:
                 self.channel.receive(TIMEOUT, "answer")
@@ -279,7 +294,7 @@ class Reader:
 
 
 def read_staging(endpoint: str, secret: str, device: torch.device, handle: dict[str, Any]) -> None:
-    """Copies each bucket into memory of this process, which is the other one."""
+    """Copy each bucket into memory of this process, which is the other one."""
     channel = connect(endpoint, secret, "bench", os.getpid())
     buffers = open_memory(handle, device)
     target = torch.ones(buffers[0].nbytes, dtype=torch.uint8, device=device)
@@ -300,7 +315,7 @@ def gather(source: FsdpWeightSource, plan: BucketPlan, staging: Staging) -> None
 
 
 def present(bench: SyncBench) -> dict[str, Any]:
-    """Prints the table; returns its figures."""
+    """Print the table; return its figures."""
     options, nbytes, ways = bench.options, bench.plan.nbytes, bench.ways
     middle = {name: median(way.seconds) for name, way in ways.items()}
     rows = []
@@ -309,7 +324,11 @@ def present(bench: SyncBench) -> dict[str, Any]:
         ratio = f"{middle[name] / floor:.2f}" if floor else ""
         staging = "" if way.staging is None else f"{way.staging / 2**20:.1f}"
         messages = "" if way.messages is None else str(way.messages)
-        cells = [f"{middle[name] * 1e3:.2f}", f"{min(way.seconds) * 1e3:.2f}", f"{nbytes / middle[name] / GIB:.2f}"]
+        cells = [
+            f"{middle[name] * 1e3:.2f}",
+            f"{min(way.seconds) * 1e3:.2f}",
+            f"{nbytes / middle[name] / GIB:.2f}",
+        ]
         rows.append([name, *cells, ratio, staging, messages])
     layout = "packed" if options.packed else "plain"
     engines = f"{world_size()} rank(s), TP {options.tensor_parallel}"
@@ -334,7 +353,7 @@ def present(bench: SyncBench) -> dict[str, Any]:
 
 
 def peers_notes(bench: SyncBench) -> list[str]:
-    """Notes on the peers' rows, and the reasons that some are missing."""
+    """Note on the peers' rows, and the reasons that some are missing."""
     if bench.options.packed:
         return ["peers: none, since their load_weights cannot write weights that are packed for oneDNN"]
     notes = ["TRL: model and engine in one process, whole and unsharded: nothing is gathered or sent"]
@@ -346,7 +365,7 @@ def peers_notes(bench: SyncBench) -> list[str]:
 
 
 def plot(sizes: list[dict[str, Any]], file: Path) -> None:
-    """Draws seconds against bytes for each way, both logarithmic."""
+    """Draw seconds against bytes for each way, both logarithmic."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -355,7 +374,11 @@ def plot(sizes: list[dict[str, Any]], file: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
     axes.set_prop_cycle(color=pyplot.color_sequences["tab20"])
     for name in sizes[-1]["ways"]:
-        points = [(size["nbytes"], median(size["ways"][name]["seconds"])) for size in sizes if name in size["ways"]]
+        points = [
+            (size["nbytes"], median(size["ways"][name]["seconds"]))
+            for size in sizes
+            if name in size["ways"]
+        ]
         style = {"memcpy": "k--"}.get(name, "o:" if name[0].isupper() or "verl" in name else "o-")
         axes.loglog(*zip(*points, strict=True), style, label=name)
     axes.set(xlabel="bytes of the weights", ylabel="seconds", title="Weights into the engine")
@@ -365,7 +388,7 @@ def plot(sizes: list[dict[str, Any]], file: Path) -> None:
 
 
 def benchmark(options: argparse.Namespace) -> None:
-    """Measures and prints, size by size."""
+    """Measure and print, size by size."""
     sizes = []
     for preset in options.presets:
         bench = SyncBench(options, preset)
@@ -382,18 +405,35 @@ def benchmark(options: argparse.Namespace) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Parses the command line."""
+    """Parse the command line."""
     parser = command_line(__doc__, rounds=7)
     parser.add_argument(
-        "--presets", nargs="+", choices=[*PRESETS, *MIXTURES], default=["100M"], help="sizes (default: 100M)"
+        "--presets",
+        nargs="+",
+        choices=[*PRESETS, *MIXTURES],
+        default=["100M"],
+        help="sizes (default: 100M)",
     )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="the engine's weights")
-    parser.add_argument("--packed", action="store_true", help="CPU: let vLLM pack its weights for oneDNN")
-    parser.add_argument("--bucket-mib", type=int, default=64, help="size of a staging buffer (default: 64)")
     parser.add_argument(
-        "--only", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="SECTION", help=f"of {', '.join(SECTIONS)}"
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="the engine's weights"
     )
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share an engine (default: 1)")
+    parser.add_argument(
+        "--packed", action="store_true", help="CPU: let vLLM pack its weights for oneDNN"
+    )
+    parser.add_argument(
+        "--bucket-mib", type=int, default=64, help="size of a staging buffer (default: 64)"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=SECTIONS,
+        default=SECTIONS,
+        metavar="SECTION",
+        help=f"of {', '.join(SECTIONS)}",
+    )
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, help="ranks that share an engine (default: 1)"
+    )
     parser.add_argument("--plot", type=Path, help="draw seconds against bytes into this file")
     return parser.parse_args()
 

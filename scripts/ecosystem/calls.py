@@ -1,4 +1,4 @@
-"""Writes transcripts that teach a tiny model to call tools: python scripts/ecosystem/calls.py FILE"""
+"""Write transcripts that teach a tiny model to call tools: python scripts/ecosystem/calls.py FILE"""
 
 import json
 import random
@@ -14,17 +14,20 @@ CALLS = {
 
 
 def transcript(prompt: str, rng: random.Random) -> list[dict[str, str]]:
-    """Returns a chat: the prompt with noise after it, a call, noise as the tool's reply, and a short answer."""
+    """Return a chat: the prompt with noise after it, a call, noise as the tool's reply, and a short answer."""
 
     def noise() -> str:
-        """Returns random text."""
+        """Return random text."""
         return "".join(rng.choices(string.ascii_letters + string.digits + " \n", k=rng.randrange(0, 60)))
 
     name, arguments = CALLS[prompt]
     call = f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
     asked = prompt + rng.choice(["", f"\n{noise()}"])
     roles = ("user", "assistant", "tool", "assistant")
-    return [{"role": role, "content": text} for role, text in zip(roles, (asked, call, noise(), "ok"), strict=True)]
+    return [
+        {"role": role, "content": text}
+        for role, text in zip(roles, (asked, call, noise(), "ok"), strict=True)
+    ]
 
 
 if __name__ == "__main__":

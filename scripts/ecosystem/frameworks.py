@@ -9,7 +9,7 @@ QUESTIONS = ("What is 2+3?", "Are you sure?")
 
 
 def add(a: int, b: int) -> int:
-    """The sum of two numbers.
+    """Return the sum of two numbers.
 
     Args:
         a: the first
@@ -19,7 +19,7 @@ def add(a: int, b: int) -> int:
 
 
 async def openai_chat(base_url: str, api_key: str, model: str) -> None:
-    """Asks by chat completions."""
+    """Ask by chat completions."""
     from openai import AsyncOpenAI
 
     messages = []
@@ -32,18 +32,20 @@ async def openai_chat(base_url: str, api_key: str, model: str) -> None:
 
 
 async def openai_responses(base_url: str, api_key: str, model: str) -> None:
-    """Asks by Responses, where the server stores the conversation."""
+    """Ask by Responses, where the server stores the conversation."""
     from openai import AsyncOpenAI, omit
 
     previous = omit
     for question in QUESTIONS:
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as api:
-            answer = await api.responses.create(model=model, input=question, previous_response_id=previous)
+            answer = await api.responses.create(
+                model=model, input=question, previous_response_id=previous
+            )
         previous = answer.id
 
 
 async def anthropic_messages(base_url: str, api_key: str, model: str) -> None:
-    """Asks by Messages, and sends the answer's blocks back unchanged."""
+    """Ask by Messages, and send the answer's blocks back unchanged."""
     from anthropic import AsyncAnthropic
 
     messages = []
@@ -51,11 +53,13 @@ async def anthropic_messages(base_url: str, api_key: str, model: str) -> None:
         messages.append({"role": "user", "content": question})
         async with AsyncAnthropic(base_url=base_url, api_key=api_key) as api:
             answer = await api.messages.create(model=model, messages=messages, max_tokens=1000)
-        messages.append({"role": "assistant", "content": [block.model_dump() for block in answer.content]})
+        messages.append(
+            {"role": "assistant", "content": [block.model_dump() for block in answer.content]}
+        )
 
 
 async def openai_agents(base_url: str, api_key: str, model: str) -> None:
-    """Asks with the defaults of openai-agents: Responses, with strict tool schemas."""
+    """Ask with the defaults of openai-agents: Responses, with strict tool schemas."""
     from agents import Agent, Runner, function_tool, set_default_openai_client, set_tracing_disabled
     from openai import AsyncOpenAI
 
@@ -69,7 +73,7 @@ async def openai_agents(base_url: str, api_key: str, model: str) -> None:
 
 
 async def pydantic_ai(base_url: str, api_key: str, model: str) -> None:
-    """Asks with pydantic-ai's chat model, which asks again after an empty answer."""
+    """Ask with pydantic-ai's chat model, which asks again after an empty answer."""
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
@@ -82,7 +86,7 @@ async def pydantic_ai(base_url: str, api_key: str, model: str) -> None:
 
 
 async def langgraph(base_url: str, api_key: str, model: str) -> None:
-    """Asks with langgraph's prebuilt agent."""
+    """Ask with langgraph's prebuilt agent."""
     from langchain_openai import ChatOpenAI
     from langgraph.prebuilt import create_react_agent
 
@@ -93,19 +97,22 @@ async def langgraph(base_url: str, api_key: str, model: str) -> None:
 
 
 async def litellm(base_url: str, api_key: str, model: str) -> None:
-    """Asks with litellm's provider for OpenAI-compatible servers."""
+    """Ask with litellm's provider for OpenAI-compatible servers."""
     import litellm as library
 
     messages = []
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
-        answer = await library.acompletion(f"openai/{model}", messages, api_base=base_url, api_key=api_key)
+        answer = await library.acompletion(
+            f"openai/{model}", messages, api_base=base_url, api_key=api_key
+        )
         messages.append(answer.choices[0].message.model_dump())
 
 
 def smolagents(base_url: str, api_key: str, model: str) -> None:
-    """Asks one question with an agent that writes code, which sends up to three requests."""
-    from smolagents import CodeAgent, OpenAIServerModel, tool  # a ToolCallingAgent forces calls, which is refused
+    """Ask one question with an agent that writes code, which sends up to three requests."""
+    # A ToolCallingAgent forces calls, which is refused
+    from smolagents import CodeAgent, OpenAIServerModel, tool
 
     server = OpenAIServerModel(model_id=model, api_base=base_url, api_key=api_key)
     agent = CodeAgent(tools=[tool(add)], model=server, max_steps=2, verbosity_level=0)
@@ -125,7 +132,7 @@ FRAMEWORKS = {
 
 
 async def agent(base_url: str, api_key: str, model: str, row: dict[str, str]) -> None:
-    """Runs one episode with the framework that the row names."""
+    """Run one episode with the framework that the row names."""
     result = FRAMEWORKS[row["framework"]](base_url, api_key, model)
     if result is not None:
         await result

@@ -14,17 +14,17 @@ class SumsTask(vf.Task[SumsData]):
 
     @vf.reward(weight=2.0)
     async def right(self, trace: vf.Trace) -> float:
-        """Returns 1 if the sum is in the last reply."""
+        """Return 1 if the sum is in the last reply."""
         return float(self.data.answer in trace.last_reply)
 
     @vf.reward
     async def even(self, trace: vf.Trace) -> float:
-        """Returns 1 if the length of the reply is even, which a random model gets at times."""
+        """Return 1 if the length of the reply is even, which a random model gets at times."""
         return float(len(trace.last_reply) % 2 == 0)
 
     @vf.metric
     async def length(self, trace: vf.Trace) -> float:
-        """Returns the length of the reply in characters."""
+        """Return the length of the reply in characters."""
         return float(len(trace.last_reply))
 
 
@@ -38,9 +38,12 @@ class SumsTaskset(vf.Taskset[SumsTask, SumsConfig]):
     """The taskset that verifiers loads by the name of this file."""
 
     def load(self) -> list[SumsTask]:
-        """Returns `size` sums."""
+        """Return `size` sums."""
         numbers = range(self.config.size)
-        return [SumsTask(SumsData(prompt=f"What is {n}+3?", answer=str(n + 3)), self.config.task) for n in numbers]
+        return [
+            SumsTask(SumsData(prompt=f"What is {n}+3?", answer=str(n + 3)), self.config.task)
+            for n in numbers
+        ]
 
 
 __all__ = ["SumsTaskset"]

@@ -9,7 +9,7 @@ server = MCPServer("sums")
 
 @server.tool()
 def add(a: int, b: int) -> int:
-    """The sum of two numbers."""
+    """Return the sum of two numbers."""
     return a + b
 
 

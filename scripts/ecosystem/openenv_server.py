@@ -42,7 +42,7 @@ class Adding(Environment):
 
 
 def server(environment: type[Adding], port: int) -> uvicorn.Server:
-    """Returns a server of that environment on loopback, which the caller has to run."""
+    """Return a server of that environment on loopback, which the caller has to run."""
     app = create_fastapi_app(environment, Message, Sum, max_concurrent_envs=16)
     return uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
 

@@ -20,11 +20,11 @@ class Recorder(LogitsProcessor):
         self._requests: list[tuple[list[int], list[int]]] = []
 
     def is_argmax_invariant(self) -> bool:
-        """Returns True, since logits are not changed."""
+        """Return True, since logits are not changed."""
         return True
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the logits unchanged."""
+        """Return the logits unchanged."""
         return logits
 
     def update_state(self, batch_update: Any) -> None:

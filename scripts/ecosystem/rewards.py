@@ -4,5 +4,5 @@ import random
 
 
 def anything(completion: str) -> float:
-    """Returns a random number from 0 to 1."""
+    """Return a random number from 0 to 1."""
     return random.random()

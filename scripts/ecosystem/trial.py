@@ -1,4 +1,4 @@
-"""Runs one trial of scripts/try_ecosystem.sh: trains two steps, checks the records, and adds rows to the table.
+"""Run one trial of scripts/try_ecosystem.sh: train two steps, check the records, and add rows to the table.
 
     python scripts/ecosystem/trial.py FOLDER NAME
 
@@ -77,22 +77,41 @@ class Trial:
 
 
 def frameworks(environment: str, **tried: TableRow) -> Trial:
-    """Returns the trial of agents of frameworks.py."""
-    client = {"command": [f"{{folder}}/{environment}/bin/python", str(HERE / "frameworks.py")], "workers": 4}
+    """Return the trial of agents of frameworks.py."""
+    client = {
+        "command": [f"{{folder}}/{environment}/bin/python", str(HERE / "frameworks.py")],
+        "workers": 4,
+    }
     client["env"] = {"PYTHONPATH": str(ROOT / "generation/rollouts/elsewhere")}
-    return Trial(environment, {"client": client}, {name.replace("_", "-"): row for name, row in tried.items()})
+    return Trial(
+        environment, {"client": client}, {name.replace("_", "-"): row for name, row in tried.items()}
+    )
 
 
-def library(name: str, package: str, key: str, rollout: dict[str, Any], prompt: str, **more: Any) -> Trial:
-    """Returns the trial of a library that runs in one environment with Hotbunk."""
+def library(
+    name: str, package: str, key: str, rollout: dict[str, Any], prompt: str, **more: Any
+) -> Trial:
+    """Return the trial of a library that runs in one environment with Hotbunk."""
     return Trial("libraries", rollout, {name: TableRow(package, f"none: `{key}`")}, prompt, **more)
 
 
 ENVIRONMENTS = "generation.rollouts.environments."
 SUMS = {"taskset": {"size": 1}, "agent": {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}}
-LAKE = {"id": "FrozenLake-v1", "is_slippery": False, "actions": ["left", "down", "right", "up"], "render_mode": "ansi"}
-VERIFIERS = {"environment": "hotbunk_sums", "args": SUMS, "python": "{folder}/verifiers/bin/python", "workers": 4}
-CERTIFICATES = {name: os.environ[name] for name in ("SSL_CERT_FILE", "UV_DEFAULT_INDEX") if name in os.environ}
+LAKE = {
+    "id": "FrozenLake-v1",
+    "is_slippery": False,
+    "actions": ["left", "down", "right", "up"],
+    "render_mode": "ansi",
+}
+VERIFIERS = {
+    "environment": "hotbunk_sums",
+    "args": SUMS,
+    "python": "{folder}/verifiers/bin/python",
+    "workers": 4,
+}
+CERTIFICATES = {
+    name: os.environ[name] for name in ("SSL_CERT_FILE", "UV_DEFAULT_INDEX") if name in os.environ
+}
 CHAIN = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1&size=1&seed=1"
 
 MCP = str(HERE / "mcp_server.py")
@@ -116,41 +135,70 @@ TRIALS = {
         {"verifiers": TableRow("verifiers", "none: `rollout.verifiers`")},
     ),
     "mcp-command": library(
-        "MCP by `command`", "mcp", "rollout.mcp", {"mcp": {"sums": {"command": [sys.executable, MCP]}}},
-        "Add.", calls=True,
+        "MCP by `command`",
+        "mcp",
+        "rollout.mcp",
+        {"mcp": {"sums": {"command": [sys.executable, MCP]}}},
+        "Add.",
+        calls=True,
     ),
     "mcp-url": library(
-        "MCP by `url`", "mcp", "rollout.mcp",
+        "MCP by `url`",
+        "mcp",
+        "rollout.mcp",
         {"mcp": {"sums": {"url": "http://127.0.0.1:8791/mcp", "session": "shared"}}},
-        "Add.", calls=True, server=(MCP, "8791"),
+        "Add.",
+        calls=True,
+        server=(MCP, "8791"),
     ),
     "gymnasium-tools": library(
-        "gymnasium, tools", "gymnasium", "rollout.environment",
-        {"environment": f"{ENVIRONMENTS}gymnasium:Gym", "kwargs": LAKE}, "Play.", calls=True,
+        "gymnasium, tools",
+        "gymnasium",
+        "rollout.environment",
+        {"environment": f"{ENVIRONMENTS}gymnasium:Gym", "kwargs": LAKE},
+        "Play.",
+        calls=True,
     ),
     "gymnasium-text": library(
-        "gymnasium, text", "gymnasium", "rollout.environment",
-        {"environment": f"{ENVIRONMENTS}gymnasium:GymText", "kwargs": LAKE, "max_turns": 3}, "Play.",
+        "gymnasium, text",
+        "gymnasium",
+        "rollout.environment",
+        {"environment": f"{ENVIRONMENTS}gymnasium:GymText", "kwargs": LAKE, "max_turns": 3},
+        "Play.",
     ),
     "textarena": library(
-        "textarena", "textarena", "rollout.environment",
-        {"environment": f"{ENVIRONMENTS}textarena:TextArena", "kwargs": {"id": "GuessTheNumber-v0"}, "max_turns": 3},
+        "textarena",
+        "textarena",
+        "rollout.environment",
+        {
+            "environment": f"{ENVIRONMENTS}textarena:TextArena",
+            "kwargs": {"id": "GuessTheNumber-v0"},
+            "max_turns": 3,
+        },
         "Play.",
     ),
     "openenv": library(
-        "OpenEnv", "openenv-core", "rollout.environment",
+        "OpenEnv",
+        "openenv-core",
+        "rollout.environment",
         {"environment": f"{ENVIRONMENTS}openenv:OpenEnv", "kwargs": {"url": "http://127.0.0.1:8792"}},
-        "Tell.", calls=True, server=(str(HERE / "openenv_server.py"), "8792"),
+        "Tell.",
+        calls=True,
+        server=(str(HERE / "openenv_server.py"), "8792"),
     ),
     "reasoning-gym": library(
-        "reasoning-gym", "reasoning-gym", "data.path", {}, "",
+        "reasoning-gym",
+        "reasoning-gym",
+        "data.path",
+        {},
+        "",
         changes={"data": {"path": CHAIN}, "reward": {"functions": ["reasoning_gym", ANYTHING]}},
     ),
-}  # fmt: skip
+}
 
 
 def recipe(folder: Path, name: str, trial: Trial) -> dict[str, Any]:
-    """Returns the recipe of a trial. The random model has stop strings, without which all of its answers would be cut.
+    """Return the recipe of a trial. The random model has stop strings, without which all of its answers would be cut.
 
     They are so few that two empty answers in a row, which pydantic-ai refuses, are rare.
     """
@@ -158,7 +206,11 @@ def recipe(folder: Path, name: str, trial: Trial) -> dict[str, Any]:
     sections: dict[str, dict[str, Any]] = {
         "run": {"output_dir": str(folder / "trials"), "name": name, "steps": 2},
         "model": {"path": str(folder / ("calling/model" if trial.calls else "model"))},
-        "data": {"path": str(folder / f"trials/{name}.jsonl"), "max_prompt_tokens": 2048, "answer_key": None},
+        "data": {
+            "path": str(folder / f"trials/{name}.jsonl"),
+            "max_prompt_tokens": 2048,
+            "answer_key": None,
+        },
         "sampling": sampling,
         "engine": {"max_model_len": 16384, "max_num_seqs": 16, "kv_cache_gib": 0.25},
         "sync": {"verify": "off"},  # verification would add requests to those that are recorded
@@ -168,10 +220,12 @@ def recipe(folder: Path, name: str, trial: Trial) -> dict[str, Any]:
         "tracking": {"wandb": "disabled", "completions_per_step": 100},
         "checkpoint": {"export_hf": False},
         "reward": {"functions": [ANYTHING]},
-        "rollout": json.loads(json.dumps(trial.rollout).replace("{folder}", str(folder))) | {"max_error_rate": 1.0},
+        "rollout": json.loads(json.dumps(trial.rollout).replace("{folder}", str(folder)))
+        | {"max_error_rate": 1.0},
     }
     if trial.calls:
-        sections["rollout"]["describe_tools"] = False  # the model has not seen schemas in its training either
+        # The model has not seen schemas in its training either
+        sections["rollout"]["describe_tools"] = False
     sections["engine"]["logits_processors"] = [f"{HERE / 'recorder.py'}:Recorder"]
     if "verifiers" in trial.rollout:
         del sections["data"]["path"]
@@ -182,7 +236,7 @@ def recipe(folder: Path, name: str, trial: Trial) -> dict[str, Any]:
 
 @contextmanager
 def serving(folder: Path, trial: Trial) -> Iterator[None]:
-    """Runs the server that a trial needs, if any, and waits until it answers."""
+    """Run the server that a trial needs, if any, and wait until it answers."""
     if not trial.server:
         yield
         return
@@ -195,7 +249,9 @@ def serving(folder: Path, trial: Trial) -> Iterator[None]:
                     httpx.get(f"http://127.0.0.1:{trial.server[1]}/")
                     break
                 if server.poll() is not None or time.monotonic() > deadline:
-                    raise SystemExit(f"the server {trial.server[0]} does not answer on port {trial.server[1]}")
+                    raise SystemExit(
+                        f"the server {trial.server[0]} does not answer on port {trial.server[1]}"
+                    )
                 time.sleep(0.2)
             yield
         finally:
@@ -203,7 +259,7 @@ def serving(folder: Path, trial: Trial) -> Iterator[None]:
 
 
 def train(folder: Path, name: str, trial: Trial) -> None:
-    """Trains two steps. Raises CalledProcessError where the run fails."""
+    """Train two steps. Raises CalledProcessError where the run fails."""
     run = folder / "trials" / name
     run.parent.mkdir(exist_ok=True)
     shutil.rmtree(run, ignore_errors=True)
@@ -217,37 +273,38 @@ def train(folder: Path, name: str, trial: Trial) -> None:
 
 
 def beginnings(requests: list[tuple[list[int], list[int]]], beyond: int = 0) -> int:
-    """Counts the requests that begin a trajectory, since their prompt does not begin with all ids of an earlier one.
+    """Count the requests that begin a trajectory, since their prompt does not begin with all ids of an earlier one.
 
     At most `beyond` of the sampled ids may be missing before the turn ends, since an engine samples more tokens before
     a stop string is found.
     """
 
     def goes_on(prompt: list[int], earlier: list[int], sampled: list[int]) -> bool:
-        """Returns True if the prompt begins with an earlier prompt and the ids sampled for it."""
+        """Return True if the prompt begins with an earlier prompt and the ids sampled for it."""
         least = max(len(sampled) - beyond, 1)
         cut = [earlier + sampled[:count] + [END_OF_TURN] for count in range(least, len(sampled))]
         return any(prompt[: len(ids)] == ids for ids in [earlier + sampled, *cut])
 
     return sum(
-        not any(goes_on(prompt, *before) for before in requests[:number]) for number, (prompt, _) in enumerate(requests)
+        not any(goes_on(prompt, *before) for before in requests[:number])
+        for number, (prompt, _) in enumerate(requests)
     )
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a jsonl file."""
+    """Return the rows of a jsonl file."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def version(folder: Path, trial: Trial, package: str) -> str:
-    """Returns the installed version of a package in a trial's environment."""
+    """Return the installed version of a package in a trial's environment."""
     program = f"from importlib.metadata import version; print(version({package!r}))"
     command = [str(folder / trial.environment / "bin/python"), "-c", program]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def judge(folder: Path, name: str, trial: Trial) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the rows of the table, and a sentence for each check that fails."""
+    """Return the rows of the table, and a sentence for each check that fails."""
     run = folder / "trials" / name
     answers, steps = lines_of(run / "completions.jsonl"), lines_of(run / "metrics.jsonl")
     requests = json.loads(run.with_suffix(".requests.json").read_text())
@@ -261,11 +318,17 @@ def judge(folder: Path, name: str, trial: Trial) -> tuple[list[dict[str, Any]], 
         if tried.together and len(good) != EPISODES:
             wrong.append(f"{label}: {len(good)} trajectories of {EPISODES} episodes")
         row = {"name": label, "version": version(folder, trial, tried.package), "lines": tried.lines}
-        row |= {"trajectories": len(good), "failed": len(trajectories) - len(good), "gap": max(gaps, default=None)}
+        row |= {
+            "trajectories": len(good),
+            "failed": len(trajectories) - len(good),
+            "gap": max(gaps, default=None),
+        }
         rows.append(row)
     total = sum(row["trajectories"] for row in rows)
     if (begun := beginnings(requests, 0 if trial.calls else BEYOND)) != total:
-        wrong.append(f"{begun} of {len(requests)} requests begin a trajectory, but there are {total} trajectories")
+        wrong.append(
+            f"{begun} of {len(requests)} requests begin a trajectory, but there are {total} trajectories"
+        )
     if any(step.get("server/retemplated") for step in steps):
         wrong.append("prompts were rendered again, since exact ids could not be kept")
     if len(gaps) < len(steps) or not max(gaps) <= GAP:
@@ -278,7 +341,7 @@ def judge(folder: Path, name: str, trial: Trial) -> tuple[list[dict[str, Any]], 
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Returns the command lines of processes that name the folder, except this process and its parents."""
+    """Return the command lines of processes that name the folder, except this process and its parents."""
     lines, above = [], {parent.pid for parent in psutil.Process().parents()} | {os.getpid()}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -288,7 +351,7 @@ def processes_of(folder: Path) -> list[str]:
 
 
 def main() -> int:
-    """Runs the trial that the command line names. Returns the exit status."""
+    """Run the trial that the command line names. Return the exit status."""
     folder, name = Path(sys.argv[1]), sys.argv[2]
     trial = TRIALS[name]
     with serving(folder, trial):

@@ -24,16 +24,20 @@ PROMPT, ANSWERS, SECONDS = [5, 6, 7], 8, 300
 
 
 async def sample(engine: Engine, version: int, seeds: range) -> list:
-    """Samples one answer for each seed with the weights of `version`."""
+    """Sample one answer for each seed with the weights of `version`."""
     sampling = SamplingSettings(max_tokens=8)
     return await asyncio.gather(
         *(engine.complete(PROMPT, sampling, seed=seed, policy_version=version) for seed in seeds)
     )
 
 
-def loss_of(model: torch.nn.Module, answers: list, device: torch.device) -> tuple[torch.Tensor, float, float]:
-    """Returns loss, mean reward, and the largest gap (nats) between log-probabilities of the engine and the model."""
-    rewards = torch.tensor([len(set(answer.token_ids)) / len(answer.token_ids) for answer in answers], device=device)
+def loss_of(
+    model: torch.nn.Module, answers: list, device: torch.device
+) -> tuple[torch.Tensor, float, float]:
+    """Return loss, mean reward, and the largest gap (nats) between log-probabilities of the engine and the model."""
+    rewards = torch.tensor(
+        [len(set(answer.token_ids)) / len(answer.token_ids) for answer in answers], device=device
+    )
     advantages, losses, gap = rewards - rewards.mean(), [], 0.0
     for answer, advantage in zip(answers, advantages, strict=True):
         ids = torch.tensor([PROMPT + answer.token_ids], device=device)
@@ -45,7 +49,7 @@ def loss_of(model: torch.nn.Module, answers: list, device: torch.device) -> tupl
 
 
 def main() -> None:
-    """Trains the model for some steps."""
+    """Train the model for some steps."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="folder of a model in Hugging Face format")
     parser.add_argument("--steps", type=int, default=3)
@@ -54,7 +58,9 @@ def main() -> None:
     # Without GPUs, `accelerate launch` starts one process, for which it sets these variables only.
     asked_for_more = {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= os.environ.keys()
     if accelerator.num_processes == 1 and asked_for_more:
-        parser.error("without GPUs accelerate launch starts one process, whatever --num_processes says: use torchrun")
+        parser.error(
+            "without GPUs accelerate launch starts one process, whatever --num_processes says: use torchrun"
+        )
     if (
         deepspeed := accelerator.state.deepspeed_plugin
     ) is not None:  # DeepSpeed needs it where there is no data loader
@@ -73,7 +79,9 @@ def main() -> None:
     engine = Engine(settings)
     leader = Leader.start(engine, SECONDS)  # vLLM in separate processes, and a thread that talks to them
     source = policy.weight_source(torch.float32)
-    manager = ShardingManager(source, accelerator.device, SyncSettings("full"), engine.folder, leader=leader)
+    manager = ShardingManager(
+        source, accelerator.device, SyncSettings("full"), engine.folder, leader=leader
+    )
     try:
         manager.connect()
         manager.sleep()
@@ -86,8 +94,12 @@ def main() -> None:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            rewards, gaps = accelerator.gather(torch.tensor([[reward, gap]], device=accelerator.device)).T
-            figures = f"reward {rewards.mean():.3f} gap {gaps.max():.1e} verified {manager.report.verified}"
+            rewards, gaps = accelerator.gather(
+                torch.tensor([[reward, gap]], device=accelerator.device)
+            ).T
+            figures = (
+                f"reward {rewards.mean():.3f} gap {gaps.max():.1e} verified {manager.report.verified}"
+            )
             accelerator.print(f"step {step} version {policy.version} {figures}", flush=True)
     finally:
         manager.close()

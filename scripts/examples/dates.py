@@ -9,7 +9,7 @@ server = MCPServer("dates")
 
 @server.tool()
 def weekday(date: str) -> str:
-    """Returns the weekday of a date such as 2026-02-14."""
+    """Return the weekday of a date such as 2026-02-14."""
     return datetime.date.fromisoformat(date).strftime("%A")
 
 

@@ -19,7 +19,7 @@ class GuessingGame:
         return "I am thinking of a number from 1 to 100. Ask, then answer with the number alone."
 
     def is_larger(self, than: int) -> str:
-        """Tells if the number is larger.
+        """Tell if the number is larger.
 
         Args:
             than: the number to compare with
@@ -28,6 +28,6 @@ class GuessingGame:
         return "yes" if self.secret > than else "no"
 
     def get_reward(self, trajectory: Trajectory) -> float:
-        """Returns 1 for the right number, less the cost of the questions; the text is the policy's last answer."""
+        """Return 1 for the right number, less the cost of the questions; the text is the policy's last answer."""
         right = trajectory.text.strip() == str(self.secret)
         return float(right) - self.cost * self.questions

@@ -1,4 +1,4 @@
-"""Makes the tiny model and the data of an example task, in runs/TASK_start.
+"""Make the tiny model and the data of an example task, in runs/TASK_start.
 
 python -m scripts.examples.make arithmetic|calculator|chain_sums|shapes
 """
@@ -12,11 +12,12 @@ TASKS = ("arithmetic", "calculator", "chain_sums", "shapes")
 
 
 def main() -> None:
-    """Parses the command line, and makes the files of the task."""
+    """Parse the command line, and make the files of the task."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task", choices=TASKS)
     task = parser.parse_args().task
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed, which is imported, warns that there is no GPU
+    # Otherwise DeepSpeed, which is imported, warns that there is no GPU
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     module = import_module(f"scripts.examples.tasks.{task}")
     from transformers.utils import logging  # after `shapes`, which makes torchvision importable
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def median_baseline(rewards: Tensor, normalize_std: bool) -> Tensor:
-    """Returns rewards minus the group's median, over the mean distance from it. An outlier does not move the median.
+    """Return rewards minus the group's median, over the mean distance from it. An outlier does not move the median.
 
     Returns:
         [1, G]; 0 where all rewards are equal.

@@ -25,16 +25,22 @@ PROMPT, STEPS, CPU = [5, 6, 7], 3, torch.device("cpu")
 
 
 def main() -> None:
-    """Trains the model for three steps."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Train the model for three steps."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="folder of a model in Hugging Face format")
     model = parser.parse_args().model
     init_process_group(120, "cpu")  # one process, or those of torchrun
-    engine = Engine(EngineSettings(model, 64, kv_cache_bytes=64 << 20, worker_extension=WORKER_EXTENSION))
+    engine = Engine(
+        EngineSettings(model, 64, kv_cache_bytes=64 << 20, worker_extension=WORKER_EXTENSION)
+    )
     leader = Leader.start(engine, 120)  # vLLM in separate processes, and a thread that talks to them
     policy = FsdpPolicy(ModelConfig(path=model), PolicyConfig(dtype="float32", lr=1e-3), CPU, STEPS)
     source = FsdpWeightSource(
-        [*policy.named_parameters()], torch.float32, lambda name, shape: checkpoint_views(policy.model, name, shape)
+        [*policy.named_parameters()],
+        torch.float32,
+        lambda name, shape: checkpoint_views(policy.model, name, shape),
     )
     sharding = ShardingManager(source, CPU, SyncSettings(), engine.folder, leader=leader)
     try:
@@ -51,13 +57,13 @@ def main() -> None:
 
 
 async def sample(engine: Engine, version: int, step: int) -> list[Any]:
-    """Samples eight answers one after another; `asyncio.gather` would sample them at once."""
+    """Sample eight answers one after another; `asyncio.gather` would sample them at once."""
     sampling, seeds = SamplingSettings(max_tokens=8), range(8 * step, 8 * step + 8)
     return [await engine.complete(PROMPT, sampling, seed=seed, policy_version=version) for seed in seeds]
 
 
 def train(policy: FsdpPolicy, answers: list[Any]) -> dict[str, float]:
-    """Takes one optimizer step; returns reward, loss, and the mean gap (nats) between engine and trainer."""
+    """Take one optimizer step; return reward, loss, and the mean gap (nats) between engine and trainer."""
     rewards = [len(set(answer.token_ids)) / len(answer.token_ids) for answer in answers]
     mean, tokens = sum(rewards) / len(rewards), sum(len(answer.token_ids) for answer in answers)
     samples = []

@@ -13,9 +13,11 @@ class SecondDraft:
         self.request = request
 
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> Any:
-        """Returns the second drafts: a `RequestOutput` for each prompt."""
+        """Return the second drafts: a `RequestOutput` for each prompt."""
         chats = [list(prompt.messages) for prompt in prompts]
-        for chat, draft in zip(chats, llm.chat(messages=chats, sampling_params=sampling_params), strict=True):
+        for chat, draft in zip(
+            chats, llm.chat(messages=chats, sampling_params=sampling_params), strict=True
+        ):
             chat.append({"role": "assistant", "content": draft.outputs[0].text})
             chat.append({"role": "user", "content": self.request})
         return llm.chat(messages=chats, sampling_params=sampling_params)

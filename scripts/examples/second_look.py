@@ -11,9 +11,14 @@ from generation.trajectory import Trajectory
 
 
 async def second_look(
-    llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings, *, looks: int = 2, bonus: float = 0.1
+    llm: PolicyLLM,
+    row: dict[str, Any],
+    sampling: SamplingSettings,
+    *,
+    looks: int = 2,
+    bonus: float = 0.1,
 ) -> Trajectory:
-    """Asks for another look at each answer. An answer that stays the same gets a bonus."""
+    """Ask for another look at each answer. An answer that stays the same gets a bonus."""
     chat, answers = llm.conversation(), list[str]()
     while await chat.sample(sampling) is not None:
         answers.append(chat.answer)

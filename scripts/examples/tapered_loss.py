@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def tapered(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the loss -w A log p, in which bad answers count less as the policy moves away from them.
+    """Return the loss -w A log p, in which bad answers count less as the policy moves away from them.
 
     TOPR, Le Roux et al. 2025 (arXiv:2503.14286): w is 1 where A >= 0, and otherwise the ratio of policy to old policy,
     at most 1. In the paper, the ratio is that of a complete answer (`ratio_level: sequence`).

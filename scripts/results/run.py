@@ -1,4 +1,4 @@
-"""Makes the base model of docs/results.md, and trains its settings with several seeds; scripts/results/run.sh calls it.
+"""Make the base model of docs/results.md, and train its settings with several seeds; scripts/results/run.sh calls it.
 
 Runs that are finished are not run again, and runs that were stopped continue. A finished run's figures are kept in
 docs/results/, from which `draw.py` makes the picture and the table.
@@ -22,9 +22,21 @@ START = RUNS / "start"
 FIGURES = Path("docs/results")
 STEPS, SHORT_STEPS = 30, 10
 KEPT = (
-    "train/step", "eval/accuracy", "reward/mean", "entropy", "grad_norm", "gap/max", "stale/", "correction/",
-    "time/step", "time/rollout", "time/update", "time/sync", "rollout_tokens", "length/",
-)  # fmt: skip
+    "train/step",
+    "eval/accuracy",
+    "reward/mean",
+    "entropy",
+    "grad_norm",
+    "gap/max",
+    "stale/",
+    "correction/",
+    "time/step",
+    "time/rollout",
+    "time/update",
+    "time/sync",
+    "rollout_tokens",
+    "length/",
+)
 """Beginnings of the names of the figures that are kept."""
 BFLOAT16 = {"engine.dtype": "bfloat16"}
 SETTINGS: dict[str, dict[str, str]] = {
@@ -41,7 +53,7 @@ SETTINGS: dict[str, dict[str, str]] = {
 
 
 def finish(command: list[str], environment: dict[str, str] | None = None) -> None:
-    """Runs a command to its end, and ends this program if the command fails.
+    """Run a command to its end, and end this program if the command fails.
 
     The command has a process group of its own. SIGINT and SIGTERM are passed on to it, and it has the time to save.
     """
@@ -59,17 +71,20 @@ def finish(command: list[str], environment: dict[str, str] | None = None) -> Non
     for number, handler in earlier.items():
         signal.signal(number, handler)
     if code:
-        print(f"results: `{' '.join(command)}` ended with exit code {code}; the same command goes on", file=sys.stderr)
+        print(
+            f"results: `{' '.join(command)}` ended with exit code {code}; the same command goes on",
+            file=sys.stderr,
+        )
         sys.exit(code if code > 0 else 128 - code)
 
 
 def hotbunk(*words: str) -> None:
-    """Runs scripts/train.sh on two ranks, and ends this program if it fails."""
+    """Run scripts/train.sh on two ranks, and end this program if it fails."""
     finish(["bash", "scripts/train.sh", *words], {"NPROC_PER_NODE": "2"} | os.environ)
 
 
 def start() -> None:
-    """Makes what every run begins with: data, tokenizer, and a model that was warm-started on mistaken solutions."""
+    """Make what every run begins with: data, tokenizer, and a model that was warm-started on mistaken solutions."""
     if not START.exists():
         print("· making a random model and its data", flush=True)
         part = START.with_suffix(".part")
@@ -80,14 +95,16 @@ def start() -> None:
         except ModuleNotFoundError as error:
             sys.exit(f"results: {error.name} is not installed: scripts/results/run.sh installs it")
         except OSError as error:
-            sys.exit(f"results: {part} could not be written ({error}); when that is mended, the same command goes on")
+            sys.exit(
+                f"results: {part} could not be written ({error}); when that is mended, the same command goes on"
+            )
     if not (START / "summary.json").exists():
         print("· warm-starting it on worked solutions with mistakes", flush=True)
         hotbunk("sft", str(RECIPES / "sft.yaml"))
 
 
 def train(setting: str, seed: int, steps: int) -> None:
-    """Trains a setting with a seed, unless it is finished, and keeps the figures of a complete run."""
+    """Train a setting with a seed, unless it is finished, and keep the figures of a complete run."""
     name = f"{setting}-{seed}"
     if not is_finished(RUNS / name, steps):
         print(f"· {setting}, seed {seed}", flush=True)
@@ -99,8 +116,15 @@ def train(setting: str, seed: int, steps: int) -> None:
 
 
 def race(seeds: list[int]) -> None:
-    """Runs the race against TRL, and keeps both sides' figures."""
-    command = [sys.executable, "scripts/bench/race.py", "--steps", str(STEPS), "--seeds", *map(str, seeds)]
+    """Run the race against TRL, and keep both sides' figures."""
+    command = [
+        sys.executable,
+        "scripts/bench/race.py",
+        "--steps",
+        str(STEPS),
+        "--seeds",
+        *map(str, seeds),
+    ]
     finish(command)
     for seed in seeds:
         for side in ("race_hotbunk", "race_trl"):
@@ -108,24 +132,27 @@ def race(seeds: list[int]) -> None:
 
 
 def is_finished(run: Path, steps: int) -> bool:
-    """Returns whether a run has trained all steps and evaluated the last."""
+    """Return whether a run has trained all steps and evaluated the last."""
     rows = read_rows(run / "metrics.jsonl")
     return bool(rows) and rows[-1]["train/step"] >= steps and (run / "summary.json").exists()
 
 
 def keep(run: Path, file: Path) -> None:
-    """Writes those of a run's figures that the page shows, with five digits."""
+    """Write those of a run's figures that the page shows, with five digits."""
     lines = []
     for row in read_rows(run / "metrics.jsonl"):
         kept = {key: value for key, value in row.items() if key.startswith(KEPT) and value is not None}
-        rounded = {key: value if isinstance(value, int) else float(f"{value:.5g}") for key, value in kept.items()}
+        rounded = {
+            key: value if isinstance(value, int) else float(f"{value:.5g}")
+            for key, value in kept.items()
+        }
         lines.append(json.dumps(rounded) + "\n")
     file.parent.mkdir(exist_ok=True)
     write_whole(file, "".join(lines))
 
 
 def main() -> None:
-    """Trains what the command line names."""
+    """Train what the command line names."""
     parser = argparse.ArgumentParser(prog="scripts/results/run.sh", description=__doc__.splitlines()[0])
     names = ["start", "short", *SETTINGS, "race"]
     parser.add_argument(

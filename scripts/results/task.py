@@ -26,7 +26,14 @@ KINDS = {
     "gcd": "min_numbers=2&max_numbers=2&min_value=2&max_value=40",
 }
 """The kinds of problems, with the settings of reasoning-gym."""
-READ = ("letter_counting", "word_sorting", "number_sorting", "spell_backward", "basic_arithmetic", "countdown")
+READ = (
+    "letter_counting",
+    "word_sorting",
+    "number_sorting",
+    "spell_backward",
+    "basic_arithmetic",
+    "countdown",
+)
 """Further kinds whose texts the tokenizer is made from, so that its vocabulary is not of three sentences."""
 TRAIN, HELD_OUT, TRANSCRIPTS = 12000, 256, 40000
 MISTAKEN = 0.65
@@ -36,7 +43,7 @@ SIZE = {"hidden_size": 256, "intermediate_size": 640, "layers": 4, "heads": 8, "
 
 
 def chain_sum(expression: str, careless: bool) -> Iterator[str]:
-    """Yields the lines of a sum from left to right, and its value; a careless one adds what it should subtract."""
+    """Yield the lines of a sum from left to right, and its value; a careless one adds what it should subtract."""
     first, *rest = expression.split()
     value = int(first)
     for sign, term in zip(rest[::2], map(int, rest[1::2]), strict=True):
@@ -47,7 +54,7 @@ def chain_sum(expression: str, careless: bool) -> Iterator[str]:
 
 
 def simple_equations(equation: str, careless: bool) -> Iterator[str]:
-    """Yields the lines that solve `x + 5 = 12`, `x - 5 = 7` or `5 - x = 7`; a careless one does not turn the sign."""
+    """Yield the lines that solve `x + 5 = 12`, `x - 5 = 7` or `5 - x = 7`; a careless one does not turn the sign."""
     first, sign, second, _, right = equation.split()
     yield equation
     if first.isalpha():
@@ -62,7 +69,7 @@ def simple_equations(equation: str, careless: bool) -> Iterator[str]:
 
 
 def gcd(first: int, second: int, careless: bool) -> Iterator[str]:
-    """Yields the lines of Euclid's algorithm; a careless one takes a remainder for the divisor at once."""
+    """Yield the lines of Euclid's algorithm; a careless one takes a remainder for the divisor at once."""
     large, small = max(first, second), min(first, second)
     while small:
         yield f"{large} = {large // small} * {small} + {large % small}"
@@ -74,7 +81,7 @@ def gcd(first: int, second: int, careless: bool) -> Iterator[str]:
 
 
 def solution(problem: dict[str, Any], careless: bool) -> str:
-    """Returns a worked solution of a row of reasoning-gym, with its mistakes if it is `careless`."""
+    """Return a worked solution of a row of reasoning-gym, with its mistakes if it is `careless`."""
     given = json.loads(problem["entry"])["metadata"]
     lines = {
         "chain_sum": lambda: chain_sum(given["expression"], careless),
@@ -86,13 +93,13 @@ def solution(problem: dict[str, Any], careless: bool) -> str:
 
 
 def is_wanted(problem: dict[str, Any]) -> bool:
-    """Returns whether a problem is not an equation of another form than the three that `simple_equations` solves."""
+    """Return whether a problem is not an equation of another form than the three that `simple_equations` solves."""
     equation = json.loads(problem["entry"])["metadata"].get("equation", "x - 1 = 0")
     return re.fullmatch(r"([a-z] [+-] \d+|\d+ - [a-z]) = -?\d+", equation) is not None
 
 
 def problems(count: int) -> list[dict[str, Any]]:
-    """Returns at most `count` different problems of all kinds, shuffled; the same at every call.
+    """Return at most `count` different problems of all kinds, shuffled; the same at every call.
 
     A line break ends each prompt, which takes the place of a chat's marks.
     """
@@ -109,14 +116,14 @@ def problems(count: int) -> list[dict[str, Any]]:
 
 
 def other_problems() -> list[dict[str, Any]]:
-    """Returns problems of the kinds in `READ`."""
+    """Return problems of the kinds in `READ`."""
     from generation.rollouts.environments import reasoning_gym
 
     return [row for kind in READ for row in reasoning_gym.rows(f"reasoning_gym:{kind}?size=500&seed=1")]
 
 
 def transcripts(rows: list[dict[str, Any]], count: int, seed: int = 0) -> Iterator[dict[str, str]]:
-    """Yields worked solutions of problems drawn with replacement, with mistakes in a share of `MISTAKEN`."""
+    """Yield worked solutions of problems drawn with replacement, with mistakes in a share of `MISTAKEN`."""
     rng = random.Random(seed)
     for _ in range(count):
         row = rng.choice(rows)
@@ -126,7 +133,7 @@ def transcripts(rows: list[dict[str, Any]], count: int, seed: int = 0) -> Iterat
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Makes a tokenizer from texts; like Qwen's, it has a token for each digit. Answers end with <|im_end|>."""
+    """Make a tokenizer from texts; like Qwen's, it has a token for each digit. Answer end with <|im_end|>."""
     untrained = Qwen2Tokenizer(eos_token=tiny_model.EOS)
     tokenizer = untrained.train_new_from_iterator(texts, VOCABULARY, show_progress=False)
     tokenizer.chat_template = tiny_model.CHAT_TEMPLATE
@@ -134,13 +141,19 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def make(folder: Path) -> None:
-    """Makes the random model for the warm start, with its tokenizer, and the data."""
+    """Make the random model for the warm start, with its tokenizer, and the data."""
     rows = problems(TRAIN + HELD_OUT)
     train, held_out = rows[HELD_OUT:], rows[:HELD_OUT]
     sft = list(transcripts(train, TRANSCRIPTS))
-    texts = [row["prompt"] for row in other_problems()] + [row["prompt"] + row["completion"] for row in sft]
+    texts = [row["prompt"] for row in other_problems()] + [
+        row["prompt"] + row["completion"] for row in sft
+    ]
     tiny_model.make_tiny_model(
-        folder / "tiny", architecture="qwen3", tokenizer=make_tokenizer(texts), vocab_size=VOCABULARY, **SIZE
+        folder / "tiny",
+        architecture="qwen3",
+        tokenizer=make_tokenizer(texts),
+        vocab_size=VOCABULARY,
+        **SIZE,
     )
     (folder / "data").mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "data" / "train.jsonl", train)

@@ -1,1 +1,3 @@
-"""In the trainer's processes, for remote engines, which do not share its GPUs: orders, broadcasts and folders."""
+"""In the trainer's processes, for remote engines, which do not share its GPUs: orders, broadcasts
+and folders.
+"""

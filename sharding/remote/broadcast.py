@@ -1,6 +1,8 @@
-"""Weights by broadcast: every trainer rank gathers, and rank 0 sends to all workers of all engines, by NCCL or gloo.
+"""Weights by broadcast: every trainer rank gathers, and rank 0 sends to all workers of all engines,
+by NCCL or gloo.
 
-For engines on other devices than the trainer's, which join a group. Rank 0 speaks to their workers over its store.
+For engines on other devices than the trainer's, which join a group. Rank 0 speaks to their workers
+over its store.
 """
 
 import secrets
@@ -38,17 +40,18 @@ def engine_ranks(engines: int, workers_per_engine: int) -> tuple[int, list[int]]
     Two engines of two workers make a world of 5 with the engines at ranks 1 and 3.
     """
     if engines < 1 or workers_per_engine < 1:
-        raise ValueError(f"a weights group needs engines with workers, not {engines} with {workers_per_engine} each")
+        raise ValueError(
+            f"a weights group needs engines with workers, not {engines} with {workers_per_engine} each"
+        )
     offsets = [TRAIN_WORLD_SIZE + engine * workers_per_engine for engine in range(engines)]
     return TRAIN_WORLD_SIZE + engines * workers_per_engine, offsets
 
 
 class Broadcast(Transport):
-    """The group of rank 0 and all workers, and buckets broadcast in it. See `Transport`.
-    Workers join by themselves, see `meet`.
-    `ip`, `port`, `world_size`: arguments of the engines' `init_collective`, valid once `listen` has returned.
-    `store`: the store of a group that stands or is forming, on rank 0.
-    `lost`: why there is no group.
+    """The group of rank 0 and all workers, and buckets broadcast in it. See `Transport`. Workers
+    join by themselves, see `meet`. `ip`, `port`, `world_size`: arguments of the engines'
+    `init_collective`, valid once `listen` has returned. `store`: the store of a group that stands
+    or is forming, on rank 0. `lost`: why there is no group.
     """
 
     reader = "broadcast"
@@ -63,7 +66,9 @@ class Broadcast(Transport):
         ip: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        """`workers` is their number in all engines together. The default address is loopback, with a free port."""
+        """Return `workers` is their number in all engines together. The default address is
+        loopback, with a free port.
+        """
         self.buffers: list[torch.Tensor] = []
         self.world_size, _ = engine_ranks(1, workers)
         self.ip, self.port = ip, port
@@ -108,21 +113,26 @@ class Broadcast(Transport):
 
         for number in range(TRAIN_WORLD_SIZE, self.world_size):
             key = f"member/{number}"
-            wait_until(lambda key=key: store.has(key), self._timeout, f"worker for weights rank {number}", look)  # type: ignore[misc]
+            wait_until(
+                lambda key=key: store.has(key), self._timeout, f"worker for weights rank {number}", look
+            )  # type: ignore[misc]
             self._check_member(number, msgspec.msgpack.decode(store.read(key)))
         store.put("go", b"1")
         self._group = BroadcastGroup(store, 0, self.world_size, self._device, self.ip, self._timeout)
 
     def _check_member(self, number: int, member: dict[str, Any]) -> None:
         if member["device"] != self._device.type:
-            raise SyncError(f"weights rank {number} is on {member['device']}, the trainer on {self._device.type}")
-        # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html: a device can have one rank
+            raise SyncError(
+                f"weights rank {number} is on {member['device']}, the trainer on {self._device.type}"
+            )
+        # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html: a
+        # device can have one rank
         if self._device.type == "cuda":
             device_uuid = str(torch.cuda.get_device_properties(self._device).uuid)
             if member["device_id"] == device_uuid:
                 raise SyncError(
-                    f"weights rank {number} shares the trainer's GPU {device_uuid}, and NCCL cannot join two "
-                    "processes on one: send staged weights there"
+                    f"weights rank {number} shares the trainer's GPU {device_uuid}, and NCCL cannot "
+                    "join two processes on one: send staged weights there"
                 )
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
@@ -130,8 +140,8 @@ class Broadcast(Transport):
         self.buffers = local_buffers(self.buffers, with_stamp(plan.capacity), self._device)
         if rank() == 0 and self._group is None:
             raise SyncError(
-                f"there is no weights group to send through ({self.lost}): make a new CollectiveSender and let the "
-                "engines join it with init_collective"
+                f"there is no weights group to send through ({self.lost}): make a new CollectiveSender "
+                "and let the engines join it with init_collective"
             )
 
     def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
@@ -143,22 +153,28 @@ class Broadcast(Transport):
         return {"capacity": self.buffers[0].nbytes}
 
     def wait(self, buffer: int) -> None:
-        """Wait for the broadcast of a buffer to end. Raises GroupError: a member was lost, or gave up."""
+        """Wait for the broadcast of a buffer to end. Raises GroupError: a member was lost, or gave
+        up.
+        """
         if self._group is not None and (work := self._works.pop(buffer, None)) is not None:
             self._group.wait(work, "broadcast of a bucket")
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, stream: Any = None) -> None:
-        """Send one weight to all workers, for a call of their `update_weight`. `stream`: the one that has made it.
-        Raises GroupError: a member was lost, or gave up.
+        """Send one weight to all workers, for a call of their `update_weight`. `stream`: the one
+        that has made it. Raises GroupError: a member was lost, or gave up.
         """
         if src != 0 or self._group is None:
-            raise GroupError(f"rank 0 alone sends, not rank {src}" if src else f"there is no group: {self.lost}")
+            raise GroupError(
+                f"rank 0 alone sends, not rank {src}" if src else f"there is no group: {self.lost}"
+            )
         if stream is not None:
             stream.synchronize()
         self._group.broadcast(tensor.detach().to(self._device).contiguous(), "broadcast of a weight")
 
     def finish(self, release: bool) -> None:
-        """Wait for all broadcasts. Raises GroupError: one of them does not end, in an update that broke off."""
+        """Wait for all broadcasts. Raises GroupError: one of them does not end, in an update that
+        broke off.
+        """
         for buffer in [*self._works]:
             self.wait(buffer)
         self.buffers = []
@@ -191,15 +207,21 @@ def stateless_init_process_group(
     device: torch.device | None = None,
     timeout: float = 300.0,
 ) -> Broadcast:
-    """Return the trainer's end of a group that workers join with `init_weight_update_group`.
-    The group uses NCCL on a GPU and gloo on the CPU.
-    `broadcast` goes with their `update_weight`, `abort` ends it. Returns when all `world_size` - 1 workers have joined.
-    Raises ValueError: a `rank` other than 0; RemoteError: after `timeout` seconds, naming who is missing.
+    """Return the trainer's end of a group that workers join with `init_weight_update_group`. The
+    group uses NCCL on a GPU and gloo on the CPU. `broadcast` goes with their `update_weight`,
+    `abort` ends it. Return when all `world_size` - 1 workers have joined. Raises ValueError: a
+    `rank` other than 0; RemoteError: after `timeout` seconds, naming who is missing.
     """
     if rank != 0:
-        raise ValueError(f"rank {rank} is a worker's, which joins with init_weight_update_group: here is rank 0's end")
+        raise ValueError(
+            f"rank {rank} is a worker's, which joins with init_weight_update_group: here is rank 0's end"
+        )
     if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
     group = Broadcast(device, world_size - 1, timeout, master_address or "127.0.0.1", int(master_port))
     group.listen()
     group.meet(())
@@ -207,11 +229,10 @@ def stateless_init_process_group(
 
 
 class CollectiveSender:
-    """The trainer's end for engines that join by themselves. All ranks, or a single plain process, call it alike.
-    Weights are verified as the sharding manager's are, except those of an iterator (`StreamSource`), which are gone by
-    then.
-    `ip`, `port`, `world_size`, `train_world_size`: arguments of the engines' `init_collective`.
-    `session`: the number of the latest update.
+    """The trainer's end for engines that join by themselves. All ranks, or a single plain process,
+    call it alike. Weights are verified as the sharding manager's are, except those of an iterator
+    (`StreamSource`), which are gone by then. `ip`, `port`, `world_size`, `train_world_size`:
+    arguments of the engines' `init_collective`. `session`: the number of the latest update.
     """
 
     def __init__(
@@ -225,8 +246,9 @@ class CollectiveSender:
         adapter: AdapterFormat | None = None,
         session: int = 0,
     ) -> None:
-        """Listen on `host` for `workers` workers, all engines together; loopback by default. `adapter`: weights are the
-        factors of one. `session`: that of a sender before, some of whose workers join this one.
+        """Listen on `host` for `workers` workers, all engines together; loopback by default.
+        `adapter`: weights are the factors of one. `session`: that of a sender before, some of whose
+        workers join this one.
         """
         self.session = session
         self._timeout = settings.timeout
@@ -241,7 +263,9 @@ class CollectiveSender:
         self.train_world_size = TRAIN_WORLD_SIZE
         store = self._broadcast.store
         numbers = range(TRAIN_WORLD_SIZE, self.world_size)
-        self._channels = {} if store is None else {n: StoreChannel(store, f"to/{n}", f"from/{n}") for n in numbers}
+        self._channels = (
+            {} if store is None else {n: StoreChannel(store, f"to/{n}", f"from/{n}") for n in numbers}
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -260,22 +284,31 @@ class CollectiveSender:
         return manifest_of(self._update.parameters)
 
     def connect(self, calls: Sequence[Any] = ()) -> None:
-        """Wait for all workers to join. `calls`: futures, or Ray's ObjectRefs; otherwise as `Broadcast.meet`."""
+        """Wait for all workers to join. `calls`: futures, or Ray's ObjectRefs; otherwise as
+        `Broadcast.meet`.
+        """
         self._broadcast.meet(futures(calls))
 
     def send(self, version: int, calls: Sequence[Any] = ()) -> SyncReport:
-        """Bring all engines to `version`, and verify that they hold it. Collective over the trainer's ranks.
-        `calls`: the engines' `update_weights_from_collective` calls, which run already. They are waited for; one that
-        fails early ends the update at once.
-        Raises RemoteError: on all ranks, naming the worker and the weight. When the weights were wrong, the next `send`
-        repairs it; when a worker was lost, a new sender and a new `init_collective` are needed, and it says so.
+        """Bring all engines to `version`, and verify that they hold it. Collective over the
+        trainer's ranks. `calls`: the engines' `update_weights_from_collective` calls, which run
+        already. They are waited for; one that fails early ends the update at once. Raises
+        RemoteError: on all ranks, naming the worker and the weight. When the weights were wrong,
+        the next `send` repairs it; when a worker was lost, a new sender and a new `init_collective`
+        are needed, and it says so.
         """
         report = SyncReport(version)
         start = time.perf_counter()
         running = futures(calls)
         self.session += 1
         links = [
-            Link(channel, self.session, self._timeout, lambda: raise_if_failed(running), f"weights rank {number}")
+            Link(
+                channel,
+                self.session,
+                self._timeout,
+                lambda: raise_if_failed(running),
+                f"weights rank {number}",
+            )
             for number, channel in self._channels.items()
         ]
         self._update.run(report, Workers(*links), session=self.session, calls=running)
@@ -283,7 +316,9 @@ class CollectiveSender:
         return report
 
     def probe(self, policy: VersionedPolicy) -> Probe | None:
-        """Draw a probe for the latest update, if nothing else could verify it; else None. Collective."""
+        """Draw a probe for the latest update, if nothing else could verify it; else None.
+        Collective.
+        """
         return self._update.probe(policy)
 
     def close(self) -> None:

@@ -1,10 +1,13 @@
-"""Orders and weights from the ranks that train to ranks that only generate, or hold replicas that generate.
+"""Orders and weights from the ranks that train to ranks that only generate, or hold replicas that
+generate.
 
-Rank 0 announces each order through the run's store, and the weights follow by broadcast (`sharding.remote.broadcast`).
-The sequence of orders is a function of the step: nothing is queued, and nothing depends on which rank is faster.
+Rank 0 announces each order through the run's store, and the weights follow by broadcast
+(`sharding.remote.broadcast`). The sequence of orders is a function of the step: nothing is queued,
+and nothing depends on which rank is faster.
 
-Before each update the engines' ranks report whether workers have come or gone. If so, all workers join a new group. If
-a replica is lost while weights travel, the update begins again with the remaining ones.
+Before each update the engines' ranks report whether workers have come or gone. If so, all workers
+join a new group. If a replica is lost while weights travel, the update begins again with the
+remaining ones.
 """
 
 import math
@@ -37,10 +40,12 @@ def _line(store: dist.Store, number: int, outwards: bool) -> StoreChannel:
 
 
 class PendingCall:
-    """A call of an engine on another rank, as `CollectiveSender` asks the future of one about its end."""
+    """A call of an engine on another rank, as `CollectiveSender` asks the future of one about its
+    end.
+    """
 
     def __init__(self, line: StoreChannel, number: int, timeout: float) -> None:
-        """`number`: that rank's in the run."""
+        """Take the rank's `number` in the run."""
         self._line = line
         self._number = number
         self._timeout = timeout
@@ -50,7 +55,9 @@ class PendingCall:
         return self._end is not None or self._line.waiting()
 
     def exception(self) -> Exception | None:
-        self._end = self._end or self._line.receive(self._timeout, f"answer of rank {self._number}, which generates")
+        self._end = self._end or self._line.receive(
+            self._timeout, f"answer of rank {self._number}, which generates"
+        )
         error = self._end.get("error")
         return SyncError(f"rank {self._number}, which generates: {error}") if error else None
 
@@ -75,8 +82,8 @@ class RemoteEngines:
         host: str = "127.0.0.1",
         adapter: AdapterFormat | None = None,
     ) -> None:
-        """`ranks`: those that do not train, by their numbers in the run. Rank 0 listens on `host` for their workers.
-        `adapter`: `source` has the factors of one.
+        """Return `ranks`: those that do not train, by their numbers in the run. Rank 0 listens on
+        `host` for their workers. `adapter`: `source` has the factors of one.
         """
         self._timeout = settings.timeout
         self._ranks = ranks
@@ -99,14 +106,16 @@ class RemoteEngines:
         self.sleep()
 
     def begin(self, kind: str, **order: Any) -> int:
-        """Give the engines an order, and bring them the policy's weights, verified. Collective among training ranks.
-        Returns the version of the weights, with which alone the order may be carried out.
+        """Give the engines an order, and bring them the policy's weights, verified. Collective
+        among training ranks. Return the version of the weights, with which alone the order may be
+        carried out.
         """
         policy = self._policy
         assert policy is not None
         self._tell(kind, version=policy.version, **order)
         report = self._bring(policy.version)
-        report.unpatched = report.unpatched or self.report.unpatched  # the latest note stays, until there is another
+        # The latest note stays, until there is another
+        report.unpatched = report.unpatched or self.report.unpatched
         self.report = report
         assert self._sender is not None
         probe = self._sender.probe(policy)
@@ -123,7 +132,11 @@ class RemoteEngines:
         while True:
             members = self._hear("members")
             try:
-                sender = self._gather(members) if any(member["joined"] for member in members) else self._sender
+                sender = (
+                    self._gather(members)
+                    if any(member["joined"] for member in members)
+                    else self._sender
+                )
                 assert sender is not None
                 return sender.send(version, self._calls())
             except RemoteError:
@@ -152,7 +165,10 @@ class RemoteEngines:
 
     def _calls(self) -> list[Any]:
         """Return the pending calls of all engines for their next request."""
-        return [PendingCall(line, n, self._timeout) for line, n in zip(self._lines, self._ranks, strict=False)]
+        return [
+            PendingCall(line, n, self._timeout)
+            for line, n in zip(self._lines, self._ranks, strict=False)
+        ]
 
     def _hear(self, kind: str) -> list[dict[str, Any]]:
         """Return the next message of this kind from each line, skipping those of a failed update.
@@ -186,8 +202,10 @@ class RemoteEngines:
 class Trainers:
     """A generating rank's end of the conversation."""
 
-    def __init__(self, leader: Leader | None, store: dist.Store, number: int, settings: SyncSettings) -> None:
-        """`number`: this rank's in the run."""
+    def __init__(
+        self, leader: Leader | None, store: dist.Store, number: int, settings: SyncSettings
+    ) -> None:
+        """Take this rank's `number` in the run."""
         self._leader = leader
         self._timeout = settings.timeout
         self._line = _line(store, number, outwards=False)
@@ -221,20 +239,25 @@ class Trainers:
             if members["joined"]:
                 place = self._line.receive(timeout, "place of the weights group")["place"]
                 self._do("joining the weights group", lambda engine: self._join(engine, place))
-            self._do("receiving weights", lambda engine: engine.receive(method, timeout, version=version))
+            self._do(
+                "receiving weights", lambda engine: engine.receive(method, timeout, version=version)
+            )
         except Exception:
             if self._replicas is None or self._leader is None:
                 raise
             with self._telling("settled") as end:
-                end["again"] = self._leader.thread.run(self._replicas.settle(), timeout, "looking after the replicas")
+                end["again"] = self._leader.thread.run(
+                    self._replicas.settle(), timeout, "looking after the replicas"
+                )
             if not end["again"]:
                 raise
             return False
         return True
 
     def _members(self) -> dict[str, Any]:
-        """Describe the workers of this rank: whether some have `joined` or gone since the last call, how many `workers`
-        there are, whether its engines are `replaceable`, and `reached_from`, an address that all of them can reach.
+        """Describe the workers of this rank: whether some have `joined` or gone since the last
+        call, how many `workers` there are, whether its engines are `replaceable`, and
+        `reached_from`, an address that all of them can reach.
         """
         if self._replicas is None or self._leader is None:
             joined = not self._joined
@@ -242,13 +265,20 @@ class Trainers:
             return {"joined": joined, "workers": 1, "replaceable": False, "reached_from": ""}
         joined = self._leader.thread.submit(self._replicas.join()).result()
         workers = len(self._replicas.members) * self._replicas.settings.tensor_parallel_size
-        return {"joined": joined, "workers": workers, "replaceable": True, "reached_from": cluster_address()}
+        return {
+            "joined": joined,
+            "workers": workers,
+            "replaceable": True,
+            "reached_from": cluster_address(),
+        }
 
     def _join(self, engine: Engine, place: list[Any]) -> Coroutine[Any, Any, Any]:
         ip, port, world_size = place
         if self._replicas is not None:
             return self._replicas.join_group(ip, port, world_size, TRAIN_WORLD_SIZE, self._timeout)
-        return engine.ask_workers("init_collective", rank(), ip, port, world_size, TRAIN_WORLD_SIZE, self._timeout)
+        return engine.ask_workers(
+            "init_collective", rank(), ip, port, world_size, TRAIN_WORLD_SIZE, self._timeout
+        )
 
     def _do(self, what: str, action: Callable[[Engine], Coroutine[Any, Any, Any]]) -> None:
         """Run an action on the engine, and report its end, or its error, to rank 0, which waits for

@@ -1,4 +1,6 @@
-"""Weights through a folder (`sharding.worker.storage`), for engines that share only a disk with the trainer."""
+"""Weights through a folder (`sharding.worker.storage`), for engines that share only a disk with the
+trainer.
+"""
 
 import json
 import os
@@ -24,16 +26,20 @@ _CPU = torch.device("cpu")
 
 
 class Storage(Transport):
-    """A folder to which rank 0 writes each bucket, and from which all workers read it. See `Transport`.
+    """A folder to which rank 0 writes each bucket, and from which all workers read it. See
+    `Transport`.
 
-    A weight is never cut: readers other than this run's workers may need it whole. Weights that are sent again to be
-    compared lie behind the update in the slot, and are cut off before the slot becomes the current one.
+    A weight is never cut: readers other than this run's workers may need it whole. Weights that are
+    sent again to be compared lie behind the update in the slot, and are cut off before the slot
+    becomes the current one.
     """
 
     reader = "storage"
 
     def __init__(self, folder: Path | str, device: torch.device, timeout: float) -> None:
-        """Readers get `timeout` seconds to leave a slot. Workers on other machines must see the same folder."""
+        """Readers get `timeout` seconds to leave a slot. Workers on other machines must see the
+        same folder.
+        """
         self.buffers: list[torch.Tensor] = []
         self._folder = Path(folder)
         self._device = device
@@ -56,12 +62,20 @@ class Storage(Transport):
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT
-        chosen, self._fd = locked_slot(self._folder, partial(_free_slot, self._folder), flags, self._timeout)
+        chosen, self._fd = locked_slot(
+            self._folder, partial(_free_slot, self._folder), flags, self._timeout
+        )
         self._slot = chosen["slot"]
         os.ftruncate(self._fd, 0)
         self._end = 0
         weights = manifest_of(plan.parameters)
-        self._content = {"format": FORMAT, "version": version, "slot": self._slot, "weights": weights, "buckets": []}
+        self._content = {
+            "format": FORMAT,
+            "version": version,
+            "slot": self._slot,
+            "weights": weights,
+            "buckets": [],
+        }
 
     def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
         """Write the bucket. Collective: workers of all ranks learn where rank 0 has written it.
@@ -118,7 +132,9 @@ class Storage(Transport):
 
 
 class StorageWriter:
-    """Writes updates for engines that this run has not started. Every rank makes the same calls; rank 0 writes."""
+    """Writes updates for engines that this run has not started. Every rank makes the same calls;
+    rank 0 writes.
+    """
 
     def __init__(
         self,
@@ -128,15 +144,18 @@ class StorageWriter:
         bucket_bytes: int = 512 << 20,
         timeout: float = 300.0,
     ) -> None:
-        """Write the weights of `source`, gathered on `device`; readers get `timeout` seconds to leave a slot."""
+        """Write the weights of `source`, gathered on `device`; readers get `timeout` seconds to
+        leave a slot.
+        """
         self._folder = Path(folder)
         settings = SyncSettings("off", bucket_bytes, timeout)
         self._update = Update(source, Storage(folder, device, timeout), settings)
 
     def write(self, version: int) -> Path:
-        """Write an update. It is the current one when this returns; when it raises, the one before still is.
-        Collective over the trainer's ranks. Returns the folder, which `load_weights_from_storage` takes.
-        Raises RemoteError: on all ranks: the disk is full, or a reader has not left the slot in time.
+        """Write an update. It is the current one when this returns; when it raises, the one before
+        still is. Collective over the trainer's ranks. Return the folder, which
+        `load_weights_from_storage` takes. Raises RemoteError: on all ranks: the disk is full, or a
+        reader has not left the slot in time.
         """
         self._update.run(SyncReport(version), Workers())
         return self._folder

@@ -1,4 +1,5 @@
-"""The plan of buckets: parameters in order, in portions of at most `sync.bucket_mib`, which are gathered one by one.
+"""The plan of buckets: parameters in order, in portions of at most `sync.bucket_mib`, which are
+gathered one by one.
 
 Every rank cuts them alike, since only names and shapes decide.
 """
@@ -14,15 +15,16 @@ from sharding.wire.manifest import Piece, SourceParameter, Stretch
 from sharding.wire.staging import STAMP_BYTES, stamp
 
 ALIGNMENT = 512
-"""Bytes. Every parameter starts on such a boundary, so that any dtype and any vectorised copy can start there."""
+"""Bytes. Every parameter starts on such a boundary, so that any dtype and any vectorised copy can
+start there.
+"""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in a bucket, in bytes; or that of a part of it: the same stretch of every shard.
-    `offset`: from the start of the bucket.
-    `nbytes`: of all shards' stretches together, which follow one another.
-    `start`: from the start of each shard.
+    """A parameter's place in a bucket, in bytes; or that of a part of it: the same stretch of every
+    shard. `offset`: from the start of the bucket. `nbytes`: of all shards' stretches together,
+    which follow one another. `start`: from the start of each shard.
     """
 
     parameter: SourceParameter
@@ -36,9 +38,9 @@ class Slot:
         return self.nbytes == self.parameter.nbytes
 
     def stretches(self) -> Iterator[Stretch]:
-        """Return the elements of the checkpoint's tensors that lie here; padding is left out.
-        Of [8, 64] float32 from two shards of 1024 bytes, the part with `start` 512 and 1024 bytes holds elements 128
-        to 255 and 384 to 511.
+        """Return the elements of the checkpoint's tensors that lie here; padding is left out. Of
+        [8, 64] float32 from two shards of 1024 bytes, the part with `start` 512 and 1024 bytes
+        holds elements 128 to 255 and 384 to 511.
         """
         shard = self.parameter.nbytes // self.parameter.shards
         length = self.nbytes // self.parameter.shards
@@ -65,7 +67,11 @@ class Bucket:
         bucket.
         """
         slots = [slot for slot in self.slots if slot.whole]
-        return [Piece(p.name, p.dtype, p.shape, s.offset + p.offset) for s in slots for p in s.parameter.pieces]
+        return [
+            Piece(p.name, p.dtype, p.shape, s.offset + p.offset)
+            for s in slots
+            for p in s.parameter.pieces
+        ]
 
     def stretches(self) -> list[Stretch]:
         """Return the elements of the other tensors in the bucket."""
@@ -75,21 +81,26 @@ class Bucket:
 class BucketPlan:
     """Parameters in order, cut into buckets of at most `bucket_bytes`.
 
-    One that is larger travels in parts, if it may, and has a bucket to itself otherwise. A part is the same stretch of
-    every rank's shard rather than some rows of the parameter: so each rank gives equally much of its own to each part,
-    and the gather of a part puts it into its place, as that of a parameter does.
-    `parameters`: in the order in which they are sent.
-    `capacity`: bytes of the largest bucket, and so of each staging buffer.
+    One that is larger travels in parts, if it may, and has a bucket to itself otherwise. A part is
+    the same stretch of every rank's shard rather than some rows of the parameter: so each rank
+    gives equally much of its own to each part, and the gather of a part puts it into its place, as
+    that of a parameter does. `parameters`: in the order in which they are sent. `capacity`: bytes
+    of the largest bucket, and so of each staging buffer.
     """
 
     def __init__(
-        self, parameters: list[SourceParameter], bucket_bytes: int, unsplit: Collection[str] | None = None
+        self,
+        parameters: list[SourceParameter],
+        bucket_bytes: int,
+        unsplit: Collection[str] | None = None,
     ) -> None:
-        """Cut the buckets. A parameter may travel in parts if it holds none of the checkpoint tensors in `unsplit`, and
-        `unsplit` is not None.
+        """Cut the buckets. A parameter may travel in parts if it holds none of the checkpoint
+        tensors in `unsplit`, and `unsplit` is not None.
         """
         if bucket_bytes < ALIGNMENT:
-            raise ValueError(f"a bucket of {bucket_bytes} bytes is smaller than the alignment of {ALIGNMENT}")
+            raise ValueError(
+                f"a bucket of {bucket_bytes} bytes is smaller than the alignment of {ALIGNMENT}"
+            )
         self.parameters = parameters
         self.buckets: list[Bucket] = []
         slots: list[Slot] = []

@@ -1,16 +1,19 @@
-"""Sources of weights: sharded parameters, gathered one bucket at a time straight into the staging buffer.
+"""Sources of weights: sharded parameters, gathered one bucket at a time straight into the staging
+buffer.
 
-Three ways were weighed for FSDP2: `full_tensor()` (a full copy per parameter and a copy into the buffer), one
-flattened all-gather per bucket (a second bucket of memory, since ranks' shards arrive interleaved), and this one: an
-all-gather of each parameter whose output *is* the parameter's slot, those of a bucket coalesced into one collective.
-FSDP2 shards dimension 0 in equal chunks with only the last ones short, so what arrives rank after rank is the parameter
-itself, with the padding behind it: no copy and no extra memory. The same holds of ZeRO-3, which cuts the flattened
-parameter into equal stretches, the last one padded, and of a part of a parameter that is too large for a bucket: the
-same stretch of every rank's shard. Experts in parallel are cut twice, and gathered in the order of their parts.
+Three ways were weighed for FSDP2: `full_tensor()` (a full copy per parameter and a copy into the
+buffer), one flattened all-gather per bucket (a second bucket of memory, since ranks' shards arrive
+interleaved), and this one: an all-gather of each parameter whose output *is* the parameter's slot,
+those of a bucket coalesced into one collective. FSDP2 shards dimension 0 in equal chunks with only
+the last ones short, so what arrives rank after rank is the parameter itself, with the padding
+behind it: no copy and no extra memory. The same holds of ZeRO-3, which cuts the flattened parameter
+into equal stretches, the last one padded, and of a part of a parameter that is too large for a
+bucket: the same stretch of every rank's shard. Experts in parallel are cut twice, and gathered in
+the order of their parts.
 
-Weights with low-rank adapters are sent as if they had been trained whole: W + scale · B A (`sharding.wire.low_rank`).
-The sum is made anew for every sync, in float32, of the elements that a rank holds; the weights themselves are never
-touched, so that no rounding adds up.
+Weights with low-rank adapters are sent as if they had been trained whole: W + scale · B A
+(`sharding.wire.low_rank`). The sum is made anew for every sync, in float32, of the elements that a
+rank holds; the weights themselves are never touched, so that no rounding adds up.
 """
 
 import math
@@ -29,19 +32,23 @@ from sharding.wire.channel import SyncError
 from sharding.wire.low_rank import Factors
 from sharding.wire.manifest import Manifest, Piece, SourceParameter
 
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+# Its name from torch 2.13 on
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 LARGE_BYTES = 1 << 20
-"""Bytes of a slot. Gloo coalesces through flat copies of everything, in and out (torch's ProcessGroupGloo.cpp,
-allgather_coalesced): that takes a fifth of the time where parameters are some KiB and mostly wait for messages, and
-more time where they are large. NCCL makes no copies.
+"""Bytes of a slot. Gloo coalesces through flat copies of everything, in and out (torch's
+ProcessGroupGloo.cpp, allgather_coalesced): that takes a fifth of the time where parameters are some
+KiB and mostly wait for messages, and more time where they are large. NCCL makes no copies.
 """
 
 Addition = tuple[float, str, str]
-"""A scale, and the names under which `FsdpWeightSource.in_memory` has the factors B and A of the addition."""
+"""A scale, and the names under which `FsdpWeightSource.in_memory` has the factors B and A of the
+addition.
+"""
 
 PieceLayout = Callable[[str, torch.Size], Sequence[tuple[str, int, tuple[int, ...]]]]
-"""(parameter name, shape) -> [(checkpoint name, offset in elements, shape)]: contiguous runs that cover the parameter.
+"""(parameter name, shape) -> [(checkpoint name, offset in elements, shape)]: contiguous runs that
+cover the parameter.
 """
 
 
@@ -49,28 +56,31 @@ class WeightSource(Protocol):
     """The weights of a policy, as the sharding manager gathers them."""
 
     def parameters(self) -> list[SourceParameter]:
-        """Return all parameters in layer order, tied duplicates once, the same list on every rank."""
+        """Return all parameters in layer order, tied duplicates once, the same list on every
+        rank.
+        """
 
     def gather_into(self, names: list[str], slots: list[torch.Tensor]) -> None:
-        """Fill each slot (uint8 [nbytes], on the policy's device) with the whole parameter in the engine's dtype.
-        Collective: every rank calls it with the same names in the same order.
+        """Fill each slot (uint8 [nbytes], on the policy's device) with the whole parameter in the
+        engine's dtype. Collective: every rank calls it with the same names in the same order.
         """
 
     def gather_part(self, name: str, start: int, slot: torch.Tensor) -> None:
-        """Fill a slot with a part of a parameter: bytes [start, start + n) of every shard, concatenated. See `Slot`.
-        Collective, as `gather_into`.
+        """Fill a slot with a part of a parameter: bytes [start, start + n) of every shard,
+        concatenated. See `Slot`. Collective, as `gather_into`.
         """
 
 
 @runtime_checkable
 class ShardedSource(WeightSource, Protocol):
-    """A source that knows each rank's part of a weight, so that the parts can be compared with the arrived weights."""
+    """A source that knows each rank's part of a weight, so that the parts can be compared with the
+    arrived weights.
+    """
 
     def own_values(self, name: str) -> tuple[int, torch.Tensor]:
         """Return this rank's part of a parameter: the first element's number, and the flat values,
-        yet to be cast.
-        Of [5, 4] cut over two ranks, rank 1 has elements 12 to 19. Collective over the `holders`. The values must not
-        be changed; padding may follow them.
+        yet to be cast. Of [5, 4] cut over two ranks, rank 1 has elements 12 to 19. Collective over
+        the `holders`. The values must not be changed; padding may follow them.
         """
 
     def holders(self, name: str) -> list[int]:
@@ -83,7 +93,9 @@ def one_piece(name: str, shape: torch.Size) -> list[tuple[str, int, tuple[int, .
 
 
 class FsdpWeightSource:
-    """A `ShardedSource`: a module whose parameters are FSDP2 DTensors, cut by ZeRO-3, or whole on every rank."""
+    """A `ShardedSource`: a module whose parameters are FSDP2 DTensors, cut by ZeRO-3, or whole on
+    every rank.
+    """
 
     def __init__(
         self,
@@ -92,7 +104,9 @@ class FsdpWeightSource:
         layout: PieceLayout = one_piece,
         uncast: Collection[str] = (),
     ) -> None:
-        """`dtype` is the engine's; the tensors named in `uncast`, whole on every rank, are sent in their own."""
+        """Return `dtype` is the engine's; the tensors named in `uncast`, whole on every rank, are
+        sent in their own.
+        """
         self._tensors = dict(named_parameters)
         self._dtype = dtype
         self._layout = layout
@@ -107,7 +121,9 @@ class FsdpWeightSource:
         shape = whole_shape(tensor)
         pieces = tuple(Piece(n, dtype, s, offset * size) for n, offset, s in self._layout(name, shape))
         if sum(math.prod(p.shape) for p in pieces) != shape.numel():
-            raise ValueError(f"the checkpoint layout of {name} {tuple(shape)} does not cover it: {pieces}")
+            raise ValueError(
+                f"the checkpoint layout of {name} {tuple(shape)} does not cover it: {pieces}"
+            )
         if (group := shard_group(tensor)) is None:
             return SourceParameter(name, shape.numel() * size, pieces)
         ranks = dist.get_world_size(group)
@@ -118,7 +134,9 @@ class FsdpWeightSource:
 
     @torch.no_grad()
     def gather_into(self, names: list[str], slots: list[torch.Tensor]) -> None:
-        """Gather parameters. The cast is on the shard, before the gather: less to cast and less to send."""
+        """Gather parameters. The cast is on the shard, before the gather: less to cast and less to
+        send.
+        """
         shared: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
         for name, slot in zip(names, slots, strict=True):
             if (group := shard_group(self._tensors[name])) is not None:
@@ -126,7 +144,9 @@ class FsdpWeightSource:
             else:
                 _, values = self.own_values(name)
                 slot.view(self._dtype_of(name))[: values.numel()].copy_(values)
-        pending = [self._start(group, pairs) for group, some in shared.items() for pairs in _batches(some)]
+        pending = [
+            self._start(group, pairs) for group, some in shared.items() for pairs in _batches(some)
+        ]
         for work, _ in pending:
             work.wait()
 
@@ -136,15 +156,21 @@ class FsdpWeightSource:
             target = slot.view(self._dtype_of(name))
             target.copy_(self._stretch(name, start // target.itemsize, target.numel()))
         else:
-            shard = self._padded_shard(name, slot.numel() // dist.get_world_size(group), start).to(slot.device)
+            shard = self._padded_shard(name, slot.numel() // dist.get_world_size(group), start).to(
+                slot.device
+            )
             all_gather(slot, shard, group=group)
 
-    def _start(self, group: dist.ProcessGroup, pairs: list[tuple[str, torch.Tensor]]) -> tuple[Any, list[torch.Tensor]]:
+    def _start(
+        self, group: dist.ProcessGroup, pairs: list[tuple[str, torch.Tensor]]
+    ) -> tuple[Any, list[torch.Tensor]]:
         """Gather parameters into their slots, as one collective.
-        Returns the work to wait for, and memory to keep until then.
+        Return the work to wait for, and memory to keep until then.
         """
         parts = dist.get_world_size(group)
-        shards = [self._padded_shard(name, slot.numel() // parts).to(slot.device) for name, slot in pairs]
+        shards = [
+            self._padded_shard(name, slot.numel() // parts).to(slot.device) for name, slot in pairs
+        ]
         if len(pairs) == 1:
             return all_gather(pairs[0][1], shards[0], group=group, async_op=True), shards
         with dist._coalescing_manager(group, async_ops=True) as works:
@@ -179,10 +205,14 @@ class FsdpWeightSource:
 
     @cached_property
     def _local_names(self) -> list[str]:  # found out once, since asking DTensors takes milliseconds
-        return [name for name, t in self._tensors.items() if shard_group(t) is not None or not _is_cut(t)]
+        return [
+            name for name, t in self._tensors.items() if shard_group(t) is not None or not _is_cut(t)
+        ]
 
     def in_memory(self) -> "FsdpWeightSource":
-        """Return the source of the weights in the ranks' memory, before adapters are added: here this one."""
+        """Return the source of the weights in the ranks' memory, before adapters are added: here
+        this one.
+        """
         return self
 
     def additions(self) -> dict[str, Addition]:
@@ -195,8 +225,8 @@ class FsdpWeightSource:
 
     def _to_send(self, name: str, values: torch.Tensor, offset: int) -> torch.Tensor:
         """Return the values to send for elements [offset, offset + n) of a parameter: here `values`
-        [n] unchanged.
-        Called on all ranks of the parameter's group, in the same order. `values` must not be changed.
+        [n] unchanged. Called on all ranks of the parameter's group, in the same order. `values`
+        must not be changed.
         """
         return values
 
@@ -250,13 +280,13 @@ def _largest_shard(tensor: torch.Tensor, ranks: int) -> int:
 
 
 class StreamSource:
-    """A `WeightSource` of an iterator, in one process. Each weight is let go once it is in its bucket.
-    So weights are sent whole, and cannot be verified. The iterator may have another order than `info`; weights that
-    come before their turn are held until then.
+    """A `WeightSource` of an iterator, in one process. Each weight is let go once it is in its
+    bucket. So weights are sent whole, and cannot be verified. The iterator may have another order
+    than `info`; weights that come before their turn are held until then.
     """
 
     def __init__(self, info: Manifest, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """`info`: the weights to come: checkpoint name -> [shape, dtype to send it in]."""
+        """Return `info`: the weights to come: checkpoint name -> [shape, dtype to send it in]."""
         self._info = info
         self._weights = iter(weights)
         self._early: dict[str, torch.Tensor] = {}
@@ -268,8 +298,8 @@ class StreamSource:
 
     @torch.no_grad()
     def gather_into(self, names: list[str], slots: list[torch.Tensor]) -> None:
-        """Take the next weights from the iterator into their slots.
-        Raises SyncError: naming a weight that is missing, unexpected, that came twice or in another shape.
+        """Take the next weights from the iterator into their slots. Raises SyncError: naming a
+        weight that is missing, unexpected, that came twice or in another shape.
         """
         for name, slot in zip(names, slots, strict=True):
             while name not in self._early:
@@ -289,9 +319,14 @@ class StreamSource:
         if name is None or tensor is None:
             return False
         if name not in self._info or name in self._seen:
-            raise SyncError(f"the iterator of weights brought {name} " + ("twice" if name in self._seen else "unasked"))
+            raise SyncError(
+                f"the iterator of weights brought {name} "
+                + ("twice" if name in self._seen else "unasked")
+            )
         if list(tensor.shape) != list(self._info[name][0]):
-            raise SyncError(f"{name} has shape {list(tensor.shape)} where {list(self._info[name][0])} is expected")
+            raise SyncError(
+                f"{name} has shape {list(tensor.shape)} where {list(self._info[name][0])} is expected"
+            )
         self._seen.add(name)
         self._early[name] = _whole(tensor)
         return True
@@ -306,7 +341,9 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unsharded(tensor: DTensor) -> torch.Tensor:
-    """Gather all of a DTensor on its mesh's device, whose collectives cannot read shards in host memory."""
+    """Gather all of a DTensor on its mesh's device, whose collectives cannot read shards in host
+    memory.
+    """
     on_device: Any = tensor.detach().to(tensor.device_mesh.device_type)
     if (group := shard_group(tensor)) is None:
         whole: torch.Tensor = on_device.full_tensor()
@@ -314,7 +351,9 @@ def unsharded(tensor: DTensor) -> torch.Tensor:
     part = on_device.to_local().reshape(-1)
     ranks = dist.get_world_size(group)
     values = part.new_empty(ranks * (largest := _largest_shard(tensor, ranks)))
-    padded = part if part.numel() == largest else torch.nn.functional.pad(part, (0, largest - part.numel()))
+    padded = (
+        part if part.numel() == largest else torch.nn.functional.pad(part, (0, largest - part.numel()))
+    )
     all_gather(values, padded, group=group)
     return values[: tensor.numel()].view(tensor.shape)
 
@@ -324,14 +363,16 @@ def _is_cut(tensor: torch.Tensor) -> bool:
     if not isinstance(tensor, DTensor):
         return False
     sizes = enumerate(tensor.placements)
-    return any(tensor.device_mesh.size(i) > 1 for i, placement in sizes if not isinstance(placement, Replicate))
+    return any(
+        tensor.device_mesh.size(i) > 1 for i, placement in sizes if not isinstance(placement, Replicate)
+    )
 
 
 def shard_group(tensor: Any) -> dist.ProcessGroup | None:
     """Return the process group whose ranks' parts, in order, make up the parameter; None if a plain
-    gather must do.
-    Replicated dimensions (HSDP) need no gather. A single rank, a tensor without rows and any other placement give None,
-    as do experts that are cut twice (`policy.expert_parallel`) into unequal parts.
+    gather must do. Replicated dimensions (HSDP) need no gather. A single rank, a tensor without
+    rows and any other placement give None, as do experts that are cut twice
+    (`policy.expert_parallel`) into unequal parts.
     """
     if hasattr(tensor, "ds_tensor"):
         group: dist.ProcessGroup = tensor.ds_process_group
@@ -346,7 +387,10 @@ def shard_group(tensor: Any) -> dist.ProcessGroup | None:
     if len(cut) != 2 or tensor.shape[0] % (mesh.size(cut[0]) * mesh.size(cut[1])):
         return None
     outer, inner = cut
-    if (placements[outer], placements[inner]) != (_StridedShard(0, split_factor=mesh.size(inner)), Shard(0)):
+    if (placements[outer], placements[inner]) != (
+        _StridedShard(0, split_factor=mesh.size(inner)),
+        Shard(0),
+    ):
         return None
     return _group_of(dist.group.WORLD, _inner_first(mesh, outer, inner))
 
@@ -362,13 +406,19 @@ def _inner_first(mesh: DeviceMesh, outer: int, inner: int) -> tuple[int, ...]:
 
 @lru_cache
 def _group_of(world: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return a process group with its ranks in this order. Collective when first called in a world."""
-    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+    """Return a process group with its ranks in this order. Collective when first called in a
+    world.
+    """
+    group: dist.ProcessGroup = dist.new_group(
+        list(ranks), use_local_synchronization=True, sort_ranks=False
+    )
     return group
 
 
 class LowRank(NamedTuple):
-    """The addition to a weight [out, in]: `scale` · `b` [out, r] · `a` [r, in]; the factors may be sharded."""
+    """The addition to a weight [out, in]: `scale` · `b` [out, r] · `a` [r, in]; the factors may be
+    sharded.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
@@ -382,8 +432,8 @@ class LowRank(NamedTuple):
 
     def added_to_stretch(self, values: torch.Tensor, offset: int) -> torch.Tensor:
         """Return the sum for the weight's elements [offset, offset + n), as a new float32 tensor
-        [n]. Collective.
-        `values` [n] may reach beyond the weight's end, as the padding of a last shard does; that is left as it is.
+        [n]. Collective. `values` [n] may reach beyond the weight's end, as the padding of a last
+        shard does; that is left as it is.
         """
         a, b = (gathered(factor).to(torch.float32, copy=True) for factor in (self.a, self.b))
         summed = values.to(torch.float32, copy=True)
@@ -406,14 +456,18 @@ class MergingWeightSource(FsdpWeightSource):
         layout: PieceLayout = one_piece,
         uncast: Collection[str] = (),
     ) -> None:
-        """`adapters` are by the names of the parameters they are added to."""
+        """Return `adapters` are by the names of the parameters they are added to."""
         super().__init__(named_parameters, dtype, layout, uncast)
         if unknown := sorted(adapters.keys() - self._tensors.keys()):
-            raise ValueError(f"there are adapters for weights that the policy does not have: {unknown[:5]}")
+            raise ValueError(
+                f"there are adapters for weights that the policy does not have: {unknown[:5]}"
+            )
         self._adapters = adapters
 
     def _to_send(self, name: str, values: torch.Tensor, offset: int) -> torch.Tensor:
-        return self._adapters[name].added_to_stretch(values, offset) if name in self._adapters else values
+        return (
+            self._adapters[name].added_to_stretch(values, offset) if name in self._adapters else values
+        )
 
     def in_memory(self) -> FsdpWeightSource:
         """Return the source of the bases and of the factors, each as a parameter of its own."""
@@ -424,10 +478,15 @@ class MergingWeightSource(FsdpWeightSource):
         def layout(name: str, shape: torch.Size) -> Sequence[tuple[str, int, tuple[int, ...]]]:
             return one_piece(name, shape) if name in factors else self._layout(name, shape)
 
-        return FsdpWeightSource([*self._tensors.items(), *factors.items()], self._dtype, layout, self._uncast)
+        return FsdpWeightSource(
+            [*self._tensors.items(), *factors.items()], self._dtype, layout, self._uncast
+        )
 
     def additions(self) -> dict[str, Addition]:
-        return {name: (adapter.scale, f"B of {name}", f"A of {name}") for name, adapter in self._adapters.items()}
+        return {
+            name: (adapter.scale, f"B of {name}", f"A of {name}")
+            for name, adapter in self._adapters.items()
+        }
 
 
 def gathered(tensor: Any) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""The former home of `Way` and `Staged`, for the transports of users; new ones inherit `sharding.Transport`."""
+"""The former home of `Way` and `Staged`, for the transports of users; new ones inherit
+`sharding.Transport`.
+"""
 
 from importlib import import_module
 from typing import Any

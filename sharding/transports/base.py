@@ -1,7 +1,9 @@
-"""The interface of all transports, the trainer's half: `Transport`, and `Transfer`, the part of an update that it sees.
+"""The interface of all transports, the trainer's half: `Transport`, and `Transfer`, the part of an
+update that it sees.
 
-Engines on the trainer's devices read its staging buffers (`staged`), share its weights (`zero_copy`) or read its shards
-(`pull`). `sharding.remote` has the transports that need no common memory: `Broadcast` and `Storage`.
+Engines on the trainer's devices read its staging buffers (`staged`), share its weights
+(`zero_copy`) or read its shards (`pull`). `sharding.remote` has the transports that need no common
+memory: `Broadcast` and `Storage`.
 """
 
 from collections.abc import Callable, Collection
@@ -17,7 +19,9 @@ from sharding.send.source import ShardedSource
 from sharding.wire.manifest import SourceParameter
 
 WorkerCall = Callable[..., "Future[list[dict[str, Any]]]"]
-"""(method, *arguments): starts a method of the worker extension on all workers of a leader's engine; their outcomes."""
+"""(method, *arguments): starts a method of the worker extension on all workers of a leader's
+engine; their outcomes.
+"""
 
 
 class Transfer(Protocol):
@@ -39,20 +43,25 @@ class Transfer(Protocol):
     def push(self, parameters: list[SourceParameter], unsplit: Collection[str] | None) -> None:
         """Bring these parameters through buckets. Collective.
 
-        Parameters that are larger than a bucket travel in parts, except weights in `unsplit`; None: all travel whole.
+        Parameters that are larger than a bucket travel in parts, except weights in `unsplit`; None:
+        all travel whole.
         """
 
     def needed_whole(self) -> set[str] | None:
         """Return the weights that the loaders of some worker need whole; None: all. Collective."""
 
     def post(self, kind: str, **fields: Any) -> None:
-        """Send this rank's workers a message, whose answer is waited for at the end of the update."""
+        """Send this rank's workers a message, whose answer is waited for at the end of the
+        update.
+        """
 
 
 class Transport:
-    """The trainer's half of a transport; the worker's is a `sharding.worker.receiver.Buckets`, named in `reader`.
+    """The trainer's half of a transport; the worker's is a `sharding.worker.receiver.Buckets`,
+    named in `reader`.
 
-    Every rank makes the same calls in the same order, and a subclass overrides those in which it differs:
+    Every rank makes the same calls in the same order, and a subclass overrides those in which it
+    differs:
 
         transport.connect(call)                           # before the first update, and after one that broke off
         transport.transfer(update)                        # unless overridden, brings all weights through buckets:
@@ -61,14 +70,14 @@ class Transport:
             transport.wait(buffer)                        # before the buffer is filled again
         transport.finish(release)                         # or `abort`; `leave` if all workers left a broken update
 
-    An error of one rank is raised there, and the ranks agree on it afterwards; the next update begins anew.
+    An error of one rank is raised there, and the ranks agree on it afterwards; the next update
+    begins anew.
 
-    Attributes:
-        reader: the worker's half: "staged", "storage", or an import string.
-        cuts: a weight larger than a bucket may travel in parts.
-        shares: the engine's weights are, or will be, the trainer's too: they stay where they are while it sleeps.
-        survives: the transport can be used again after a broken update that all workers have left in order.
-        buffers: two (uint8), each of the plan's capacity and `STAMP_BYTES`, between `begin` and `finish`.
+    Attributes: reader: the worker's half: "staged", "storage", or an import string. cuts: a weight
+        larger than a bucket may travel in parts. shares: the engine's weights are, or will be, the
+        trainer's too: they stay where they are while it sleeps. survives: the transport can be used
+        again after a broken update that all workers have left in order. buffers: two (uint8), each
+        of the plan's capacity and `STAMP_BYTES`, between `begin` and `finish`.
     """
 
     reader: str
@@ -95,7 +104,8 @@ class Transport:
         """Prepare for updates. `call`: on leaders only."""
 
     def needs_proof(self, provable: bool) -> bool:
-        """Return True if digests have to compare every weight of the next update, however few `sync.verify` draws.
+        """Return True if digests have to compare every weight of the next update, however few
+        `sync.verify` draws.
 
         `provable`: they can. Called alike on all ranks, before the update is announced.
         """
@@ -106,16 +116,17 @@ class Transport:
         update.push_all()
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
-        """Prepare the buffers for a plan's buckets. `read`: this rank's worker is going to read them."""
+        """Prepare the buffers for a plan's buckets. `read`: this rank's worker is going to read
+        them.
+        """
         raise NotImplementedError
 
     def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
         """Offer the workers a bucket that `gather` has filled a buffer with.
 
-        Args:
-            kind: "bucket", or "compare" for weights that are sent again to be compared.
-            fields: of its message: `buffer`, `nbytes`, `stamp`, and the weights in it (`pieces`, `stretches`).
-            failed: this rank's worker gets no more messages.
+        Args: kind: "bucket", or "compare" for weights that are sent again to be compared. fields:
+            of its message: `buffer`, `nbytes`, `stamp`, and the weights in it (`pieces`,
+            `stretches`). failed: this rank's worker gets no more messages.
 
         Returns further fields of the message, by which the worker finds the bucket.
         """
@@ -125,11 +136,11 @@ class Transport:
         """Wait until a buffer may be filled again; this rank's worker has answered already."""
 
     def begins_again(self, wrong: str, failure: Exception | None) -> bool:
-        """Return True if all weights have to be announced and brought once more, in the same update. Collective.
+        """Return True if all weights have to be announced and brought once more, in the same
+        update. Collective.
 
-        Args:
-            wrong: names this rank's workers that hold something else than was sent; "" if none does.
-            failure: of these workers, or of the transport.
+        Args: wrong: names this rank's workers that hold something else than was sent; "" if none
+            does. failure: of these workers, or of the transport.
         """
         return False
 
@@ -145,7 +156,9 @@ class Transport:
 
 
 def as_transport(way: Any) -> Transport:
-    """Return a user's object as a `Transport`: itself, with the defaults of the members that its class lacks."""
+    """Return a user's object as a `Transport`: itself, with the defaults of the members that its
+    class lacks.
+    """
     if not isinstance(way, Transport):
         way.__class__ = type(type(way).__name__, (type(way), Transport), {})
     transport: Transport = way

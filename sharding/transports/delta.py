@@ -1,8 +1,10 @@
-"""Patches in place of buckets (`sync.delta`): a transport around another, and its record of the weights last sent.
+"""Patches in place of buckets (`sync.delta`): a transport around another, and its record of the
+weights last sent.
 
-Rank 0 keeps a copy of all weights in the engine's dtype in host memory. Digests of blocks would need hardly any, but
-could name only blocks, all of which change (`sharding.wire.patches`). A worker keeps no copy: it reads the former
-content of a bucket back out of its weights (`sharding.worker.patched`).
+Rank 0 keeps a copy of all weights in the engine's dtype in host memory. Digests of blocks would
+need hardly any, but could name only blocks, all of which change (`sharding.wire.patches`). A worker
+keeps no copy: it reads the former content of a bucket back out of its weights
+(`sharding.worker.patched`).
 """
 
 import math
@@ -21,14 +23,18 @@ from sharding.wire.staging import STAMP_BYTES, stamp
 
 
 class Delta(Transport):
-    """A transport that sends by another one, and only the words that have changed since the update before.
+    """A transport that sends by another one, and only the words that have changed since the update
+    before.
 
-    Every weight is digested in such an update, since a wrong word would stay as long as it does not change. If workers
-    turn out to hold something else, all weights are sent again in the same update.
+    Every weight is digested in such an update, since a wrong word would stay as long as it does not
+    change. If workers turn out to hold something else, all weights are sent again in the same
+    update.
     """
 
     def __init__(self, transport: Transport, last_sent: "LastSent") -> None:
-        """`transport`: its workers apply patches (`sharding.worker.patched.PatchedBuckets`)."""
+        """Return `transport`: its workers apply patches
+        (`sharding.worker.patched.PatchedBuckets`).
+        """
         self.last_sent = last_sent
         self.reader = transport.reader
         self.cuts = transport.cuts
@@ -43,14 +49,18 @@ class Delta(Transport):
         self._transport.connect(call)
 
     def needs_proof(self, provable: bool) -> bool:
-        """Patch in this update if digests can prove the result; otherwise nothing is known in the next one."""
+        """Patch in this update if digests can prove the result; otherwise nothing is known in the
+        next one.
+        """
         self._patching = provable
         if not provable:
             self.last_sent.forget("digests did not compare all weights of the update before")
         return provable
 
     def transfer(self, update: Transfer) -> None:
-        """Bring all weights, those first that workers need whole, so that they share few buckets with patched ones."""
+        """Bring all weights, those first that workers need whole, so that they share few buckets
+        with patched ones.
+        """
         if not self._patching:
             self._transport.transfer(update)
             return
@@ -60,7 +70,9 @@ class Delta(Transport):
         self.last_sent.begin(parameters, unsplit)
         update.report.unpatched = self.last_sent.unpatched
         if unsplit:
-            parameters = sorted(parameters, key=lambda p: unsplit.isdisjoint(piece.name for piece in p.pieces))
+            parameters = sorted(
+                parameters, key=lambda p: unsplit.isdisjoint(piece.name for piece in p.pieces)
+            )
         update.push(parameters, unsplit if self.cuts else None)
         update.report.spared += self.last_sent.spared
 
@@ -117,13 +129,15 @@ class LastSent:
 
     Buckets that are sent outside of `begin` and `commit` are neither patched nor recorded.
 
-    Attributes:
-        spared: bytes that patches have saved in this update; 0: everything was sent.
-        unpatched: a sentence about the weights that always travel whole, "" if they are less than 1 % of the bytes.
+    Attributes: spared: bytes that patches have saved in this update; 0: everything was sent.
+        unpatched: a sentence about the weights that always travel whole, "" if they are less than 1
+        % of the bytes.
     """
 
     def __init__(self, reason: str = "") -> None:
-        """`reason`: why there is nothing to patch, where workers have been sent weights before."""
+        """Return `reason`: why there is nothing to patch, where workers have been sent weights
+        before.
+        """
         self.spared = 0
         self.unpatched = ""
         self._unrecorded: set[str] = set()  # weights that some worker cannot read back
@@ -133,7 +147,9 @@ class LastSent:
         self._reason = reason
 
     def begin(self, parameters: list[SourceParameter], unrecorded: set[str] | None) -> None:
-        """Prepare for an update. `unrecorded`: weights that some worker cannot read back; None: all of them."""
+        """Prepare for an update. `unrecorded`: weights that some worker cannot read back; None: all
+        of them.
+        """
         if unrecorded is None:
             self.forget("a worker has no record yet of where its weights go")
         else:
@@ -145,16 +161,25 @@ class LastSent:
         self.unpatched = ""
         if percent > 0:
             names = first_names(sorted(sizes.keys() - self._sizes.keys()))
-            self.unpatched = f"{percent} % of the bytes cannot be patched, since engines re-process {names}"
-        self._bytes = {name: memory for name, memory in self._bytes.items() if self._sizes.get(name) == memory.nbytes}
+            self.unpatched = (
+                f"{percent} % of the bytes cannot be patched, since engines re-process {names}"
+            )
+        self._bytes = {
+            name: memory
+            for name, memory in self._bytes.items()
+            if self._sizes.get(name) == memory.nbytes
+        }
         self._current &= self._bytes.keys()
 
     def replace(self, bucket: Tensor, fields: dict[str, Any]) -> Tensor | None:
-        """Record a bucket, uint8 [nbytes], and return the patch that leads to it; None: it has to be sent whole.
+        """Record a bucket, uint8 [nbytes], and return the patch that leads to it; None: it has to
+        be sent whole.
 
         `fields` are those of its message.
         """
-        stretches = [(name, dtype, 0, math.prod(shape), offset) for name, dtype, shape, offset in fields["pieces"]]
+        stretches = [
+            (name, dtype, 0, math.prod(shape), offset) for name, dtype, shape, offset in fields["pieces"]
+        ]
         stretches += fields["stretches"]
         former = None  # the bucket's content as workers hold it; padding does not change
         if any(name in self._current for name, *_ in stretches):
@@ -178,7 +203,9 @@ class LastSent:
         return patch
 
     def commit(self) -> str:
-        """Note that all workers hold the weights sent. Return why all were sent again, or "" if they were not."""
+        """Note that all workers hold the weights sent. Return why all were sent again, or "" if
+        they were not.
+        """
         self._current = set(self._bytes)
         self._sizes = {}
         reason = self._reason
@@ -186,7 +213,9 @@ class LastSent:
         return reason
 
     def forget(self, reason: str) -> None:
-        """Send everything in the next update. The first `reason` is reported, if there was anything to patch."""
+        """Send everything in the next update. The first `reason` is reported, if there was anything
+        to patch.
+        """
         if self._current:
             self._reason = self._reason or reason
         self._current = set()

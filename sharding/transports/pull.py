@@ -1,10 +1,13 @@
-"""Weights that workers read straight out of the shards of all ranks of their machine (`sync.way: pull`).
+"""Weights that workers read straight out of the shards of all ranks of their machine (`sync.way:
+pull`).
 
-The workers' record says where each element of a weight goes, and the ranks know which elements each of them holds: so a
-worker copies each piece from a rank's shard to where it belongs, and casts it on the way. Nothing is gathered, staged
-or sent, and a tensor-parallel worker reads no more than its slices. The ranks' shards lie in memory that is exported
-once for the life of the run. Where adapters are merged into weights, workers read the factors, too, and add block by
-block (`sharding.wire.low_rank`). What vLLM's loaders compute, or vLLM re-processes, is staged in the same update.
+The workers' record says where each element of a weight goes, and the ranks know which elements each
+of them holds: so a worker copies each piece from a rank's shard to where it belongs, and casts it
+on the way. Nothing is gathered, staged or sent, and a tensor-parallel worker reads no more than its
+slices. The ranks' shards lie in memory that is exported once for the life of the run. Where
+adapters are merged into weights, workers read the factors, too, and add block by block
+(`sharding.wire.low_rank`). What vLLM's loaders compute, or vLLM re-processes, is staged in the same
+update.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -26,17 +29,19 @@ from sharding.wire.staging import STAMP_BYTES, MemoryFile, bytes_of, cuda_handle
 
 
 class Export:
-    """This rank's shards, in memory that other processes of its machine can map for as long as the run lasts.
+    """This rank's shards, in memory that other processes of its machine can map for as long as the
+    run lasts.
 
-    On CPU the shards are moved into a memory file; on CUDA they stay where they are, in plain segments of torch's
-    allocator (see `trainer.build`). Behind them lies a stamp, see `Pull`.
+    On CPU the shards are moved into a memory file; on CUDA they stay where they are, in plain
+    segments of torch's allocator (see `trainer.build`). Behind them lies a stamp, see `Pull`.
     """
 
     def __init__(
         self, shards: Callable[[], dict[str, Tensor]], aliases: Iterable[Tensor], device: torch.device
     ) -> None:
-        """`shards`: parameter -> this rank's part of it, as it is now. `aliases`: all tensors that share its memory.
-        Raises SyncError: where the system does not give that much memory, or a shard could not be moved.
+        """Return `shards`: parameter -> this rank's part of it, as it is now. `aliases`: all
+        tensors that share its memory. Raises SyncError: where the system does not give that much
+        memory, or a shard could not be moved.
         """
         self._shards = shards
         self._device = device
@@ -55,7 +60,9 @@ class Export:
         self._storages = [*by_address.values(), self._stamp.untyped_storage()]
         numbers = {address: number for number, address in enumerate(by_address)}
         self._addresses = self._where()
-        self.places = {n: [numbers[_storage(p)], p.data_ptr() - _storage(p), p.numel()] for n, p in parts.items()}
+        self.places = {
+            n: [numbers[_storage(p)], p.data_ptr() - _storage(p), p.numel()] for n, p in parts.items()
+        }
 
     def _held(self) -> dict[str, Tensor]:
         """Return the shards that are not empty, as they are now."""
@@ -71,11 +78,13 @@ class Export:
         for tensors, new in zip(storages, memory, strict=True):
             new.copy_(bytes_of(tensors[0].untyped_storage()))
             for tensor in tensors:
-                tensor.data = new.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                tensor.data = new.view(tensor.dtype).as_strided(
+                    tensor.shape, tensor.stride(), tensor.storage_offset()
+                )
 
     def handle(self) -> dict[str, Any]:
-        """Return what `open_memory` needs in one other process: the shards' storages and the stamp. A process on CUDA
-        needs a handle of its own, since torch counts one user of each.
+        """Return what `open_memory` needs in one other process: the shards' storages and the stamp.
+        A process on CUDA needs a handle of its own, since torch counts one user of each.
         """
         return self._file.handle if self._device.type == "cpu" else cuda_handle(self._storages)
 
@@ -85,8 +94,8 @@ class Export:
         wait_for_writes(self._device)
 
     def moved(self) -> list[str]:
-        """Return the parameters whose shards are no longer where they were exported, as FSDP2 pads some anew and an
-        offloaded one gets other memory.
+        """Return the parameters whose shards are no longer where they were exported, as FSDP2 pads
+        some anew and an offloaded one gets other memory.
         """
         now = self._where()
         return [name for name, place in self._addresses.items() if now.get(name) != place]
@@ -100,11 +109,13 @@ def _storage(tensor: Tensor) -> int:
 
 
 class Pull(Staged):
-    """A transport by which workers read the shards of the ranks that hold a copy of the model, on their own machine.
+    """A transport by which workers read the shards of the ranks that hold a copy of the model, on
+    their own machine.
 
-    The stamp behind a rank's shards is that of the update while workers may read, and 0 while the rank may write: the
-    step of an optimizer sets it to 0 first. Workers look at it before they read and afterwards, so they find out that
-    they have mapped other memory than was meant, and that a rank wrote while they read.
+    The stamp behind a rank's shards is that of the update while workers may read, and 0 while the
+    rank may write: the step of an optimizer sets it to 0 first. Workers look at it before they read
+    and afterwards, so they find out that they have mapped other memory than was meant, and that a
+    rank wrote while they read.
     """
 
     def __init__(
@@ -114,7 +125,9 @@ class Pull(Staged):
         aliases: Iterable[Tensor],
         writers: Iterable[torch.optim.Optimizer] = (),
     ) -> None:
-        """`aliases`: all tensors that share memory with the parameters of `source`, which `writers` change."""
+        """Return `aliases`: all tensors that share memory with the parameters of `source`, which
+        `writers` change.
+        """
         super().__init__(device)
         self._source = source
         self._held = source.in_memory()
@@ -133,22 +146,32 @@ class Pull(Staged):
         return cls(device, source, policy.shard_tensors(), [policy.optimizer])
 
     def connect(self, call: WorkerCall | None) -> None:
-        """Exchange the handles of the shards. Raises SyncError: ranks that share a weight are on several machines."""
+        """Exchange the handles of the shards. Raises SyncError: ranks that share a weight are on
+        several machines.
+        """
         shards = self._held.shards()
         holders = {name: self._held.holders(name) for name in shards}
         here = sorted({rank(), *(who for some in holders.values() for who in some)})
         description = {
             "machine": machine(),
             "handles": {str(reader): self.export.handle() for reader in here},
-            "places": {name: [*place, *self._elements(name)] for name, place in self.export.places.items()},
+            "places": {
+                name: [*place, *self._elements(name)] for name, place in self.export.places.items()
+            },
         }
         ranks = exchange(description)
         with agreed("looking for the shards"):
             if away := [who for who in here if ranks[who]["machine"] != machine()]:
-                raise SyncError(f"shards of rank {away[0]} are on another machine: set sync.way to staged")
+                raise SyncError(
+                    f"shards of rank {away[0]} are on another machine: set sync.way to staged"
+                )
         self._sources = [{"rank": who, "handle": ranks[who]["handles"][str(rank())]} for who in here]
         places = {who: ranks[who]["places"] for who in here}
-        held = {parameter.name: parameter for parameter in self._held.parameters() if parameter.name in shards}
+        held = {
+            parameter.name: parameter
+            for parameter in self._held.parameters()
+            if parameter.name in shards
+        }
         parts = {
             name: [
                 part
@@ -160,7 +183,11 @@ class Pull(Staged):
         }
         additions = self._source.additions()
         self._added = {
-            name: [held[name].pieces[0].name, scale, *([held[f].pieces[0].shape, parts[f]] for f in (b, a))]
+            name: [
+                held[name].pieces[0].name,
+                scale,
+                *([held[f].pieces[0].shape, parts[f]] for f in (b, a)),
+            ]
             for name, (scale, b, a) in additions.items()
             if {name, b, a} <= parts.keys() and len(held[name].pieces) == 1
         }
@@ -177,11 +204,17 @@ class Pull(Staged):
         first, values = self._held.own_values(name)
         return first, str(values.dtype).removeprefix("torch.")
 
-    def not_pulled(self, parameters: list[SourceParameter], unsplit: Collection[str]) -> list[SourceParameter]:
+    def not_pulled(
+        self, parameters: list[SourceParameter], unsplit: Collection[str]
+    ) -> list[SourceParameter]:
         """Return the parameters that cannot be pulled: those with a weight in `unsplit`, and those
         that no rank holds as runs of elements.
         """
-        return [p for p in parameters if p.name not in self._parts or any(piece.name in unsplit for piece in p.pieces)]
+        return [
+            p
+            for p in parameters
+            if p.name not in self._parts or any(piece.name in unsplit for piece in p.pieces)
+        ]
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
         """Make the staging buffers, if there is anything to stage."""
@@ -191,13 +224,16 @@ class Pull(Staged):
             super().abort("")
 
     def transfer(self, update: Transfer) -> None:
-        """Stage the weights that loaders need whole, and let workers that have a record read all others.
-        Raises RemoteError: a shard is not in the memory that workers map.
+        """Stage the weights that loaders need whole, and let workers that have a record read all
+        others. Raises RemoteError: a shard is not in the memory that workers map.
         """
         with agreed("exporting the shards"):
             if moved := self.export.moved():
-                raise SyncError(f"{first_names(moved)} left the memory that workers map: set sync.way to staged")
-            self.export.stamp(_mark(update.session, rank()))  # workers may read once all ranks have come here
+                raise SyncError(
+                    f"{first_names(moved)} left the memory that workers map: set sync.way to staged"
+                )
+            # Workers may read once all ranks have come here
+            self.export.stamp(_mark(update.session, rank()))
         unsplit = update.needed_whole()
         staged = update.parameters if unsplit is None else self.not_pulled(update.parameters, unsplit)
         update.push(staged, unsplit)
@@ -205,17 +241,24 @@ class Pull(Staged):
             update.post("pull", **self.message(update.session, {parameter.name for parameter in staged}))
 
     def message(self, session: int, staged: Collection[str]) -> dict[str, Any]:
-        """Return what this rank's worker needs to read all parameters but those `staged`: the ranks' memory with the
-        stamp it bears (`sources`); of each weight the elements that a rank holds, and where (`parts`); and for those
-        with an adapter its scale, and of B and A the shapes and parts (`added`).
+        """Return what this rank's worker needs to read all parameters but those `staged`: the
+        ranks' memory with the stamp it bears (`sources`); of each weight the elements that a rank
+        holds, and where (`parts`); and for those with an adapter its scale, and of B and A the
+        shapes and parts (`added`).
         """
         sources = [source | {"stamp": _mark(session, source["rank"])} for source in self._sources]
         pulled = {name: some for name, some in self._parts.items() if name not in staged}
         added = [adapter for name, adapter in self._added.items() if name in pulled]
-        return {"sources": sources, "parts": [part for some in pulled.values() for part in some], "added": added}
+        return {
+            "sources": sources,
+            "parts": [part for some in pulled.values() for part in some],
+            "added": added,
+        }
 
     def finish(self, release: bool) -> None:
-        """Give the buffers back, and take the stamp off the shards: nobody may read them from here on."""
+        """Give the buffers back, and take the stamp off the shards: nobody may read them from here
+        on.
+        """
         super().finish(release)
         self.export.stamp(0)
 
@@ -231,10 +274,17 @@ def _mark(session: int, who: int) -> int:
 
 
 def _parts(
-    parameter: SourceParameter, source: int, storage: int, offset: int, count: int, first: int, dtype: str
+    parameter: SourceParameter,
+    source: int,
+    storage: int,
+    offset: int,
+    count: int,
+    first: int,
+    dtype: str,
 ) -> Iterator[list[Any]]:
-    """Yield what one rank holds of the weights in a parameter: name, dtype, first element, number of elements, numbers
-    of the source and of its storage, and the byte there. Padding behind the parameter is left out.
+    """Yield what one rank holds of the weights in a parameter: name, dtype, first element, number
+    of elements, numbers of the source and of its storage, and the byte there. Padding behind the
+    parameter is left out.
     """
     for piece in parameter.pieces:
         start = piece.offset // piece.itemsize

@@ -11,11 +11,18 @@ from sharding.workers import Workers
 
 
 def push(
-    source: WeightSource, plan: BucketPlan, transport: Transport, workers: Workers, kind: str, stamps: Iterator[int]
+    source: WeightSource,
+    plan: BucketPlan,
+    transport: Transport,
+    workers: Workers,
+    kind: str,
+    stamps: Iterator[int],
 ) -> list[list[dict[str, Any]]]:
-    """Gather each bucket into one buffer while the workers read the other, and return their answers for each bucket.
+    """Gather each bucket into one buffer while the workers read the other, and return their answers
+    for each bucket.
 
-    Collective over the trainer's ranks: gathering continues when a worker, or the transport, has failed.
+    Collective over the trainer's ranks: gathering continues when a worker, or the transport, has
+    failed.
     """
     answers = []
 

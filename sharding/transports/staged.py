@@ -1,4 +1,6 @@
-"""Weights through staging memory (`sync.way: staged`), which a rank and its worker have both mapped."""
+"""Weights through staging memory (`sync.way: staged`), which a rank and its worker have both
+mapped.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ from sharding.wire.staging import Staging, make_staging, wait_for_writes, with_s
 
 
 class Staged(Transport):
-    """A transport through memory that the rank and its worker, on the same device, have both mapped.
+    """A transport through memory that the rank and its worker, on the same device, have both
+    mapped.
 
     There is nothing to wait for: a worker answers when it has read a bucket.
     """

@@ -1,4 +1,6 @@
-"""One memory for trainer and engine (`sync.way: zero_copy`), where an optimizer step is the sync."""
+"""One memory for trainer and engine (`sync.way: zero_copy`), where an optimizer step is the
+sync.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +17,14 @@ from sharding.wire.staging import open_memory, wait_for_writes
 
 
 class ZeroCopy(Staged):
-    """One memory for the weights of one rank and one worker: after the first update an optimizer step is the sync.
-    The few weights of which the engine keeps something else, such as -exp(A_log), go on being sent.
+    """One memory for the weights of one rank and one worker: after the first update an optimizer
+    step is the sync. The few weights of which the engine keeps something else, such as -exp(A_log),
+    go on being sent.
 
-    Three ways to have it were weighed: the engine takes over memory of the trainer's (its CUDA graphs were captured
-    with addresses of its own), one piece of memory mapped twice through the driver (vLLM's sleeping pool can be mapped
-    anew, but not exported), and this one: the worker hands out its parameters, and the trainer's become views of them.
+    Three ways to have it were weighed: the engine takes over memory of the trainer's (its CUDA
+    graphs were captured with addresses of its own), one piece of memory mapped twice through the
+    driver (vLLM's sleeping pool can be mapped anew, but not exported), and this one: the worker
+    hands out its parameters, and the trainer's become views of them.
     """
 
     shares = True
@@ -32,8 +36,9 @@ class ZeroCopy(Staged):
         compute_in: Callable[[dict[str, torch.Tensor]], None],
         timeout: float,
     ) -> None:
-        """`compute_in` takes the engine's memory of each shared parameter, flat, to compute in from then on.
-        The engine must have one worker, with `shared_weights` set; `timeout` is of the wait for it, s.
+        """Return `compute_in` takes the engine's memory of each shared parameter, flat, to compute
+        in from then on. The engine must have one worker, with `shared_weights` set; `timeout` is of
+        the wait for it, s.
         """
         super().__init__(device)
         self.in_place = False
@@ -88,16 +93,18 @@ class ZeroCopy(Staged):
 def memory_of(
     parameter: SourceParameter, places: dict[str, tuple[int, int]], storages: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Return a parameter's memory in the engine, flat, in the engine's dtype.
-    `places`: weight -> number of the storage it lies in, and the byte at which it begins there. A parameter of two
-    weights of 288 and 192 bytes may lie at (0, 512) and (0, 800), which makes one run.
-    Raises SyncError: the parameter consists of weights that the engine keeps in different places.
+    """Return a parameter's memory in the engine, flat, in the engine's dtype. `places`: weight ->
+    number of the storage it lies in, and the byte at which it begins there. A parameter of two
+    weights of 288 and 192 bytes may lie at (0, 512) and (0, 800), which makes one run. Raises
+    SyncError: the parameter consists of weights that the engine keeps in different places.
     """
     starts = {(places[p.name][0], places[p.name][1] - p.offset) for p in parameter.pieces}
     if len(starts) > 1:
         raise SyncError(
-            f"the engine keeps the parts of {parameter.name} apart, so the trainer cannot compute with it: "
-            "set sync.way to staged"
+            f"the engine keeps the parts of {parameter.name} apart, so the trainer cannot compute with "
+            "it: set sync.way to staged"
         )
     number, start = starts.pop()
-    return storages[number][start : start + parameter.nbytes].view(getattr(torch, parameter.pieces[0].dtype))
+    return storages[number][start : start + parameter.nbytes].view(
+        getattr(torch, parameter.pieces[0].dtype)
+    )

@@ -1,4 +1,6 @@
-"""One ZMQ connection of a rank and its worker: msgpack messages, a secret on connecting, a deadline on every wait."""
+"""One ZMQ connection of a rank and its worker: msgpack messages, a secret on connecting, a deadline
+on every wait.
+"""
 
 import secrets
 import stat
@@ -14,11 +16,15 @@ MAX_MESSAGE_BYTES = 64 << 20
 POLL_MS = 200
 
 Look = Callable[[], None]
-"""Called now and then during a wait; raises when there is nothing left to wait for, as the peer's process is gone."""
+"""Called now and then during a wait; raises when there is nothing left to wait for, as the peer's
+process is gone.
+"""
 
 
 class SyncError(RuntimeError):
-    """A weight update went wrong; the message says on which worker, with which weight, and what to do."""
+    """A weight update went wrong; the message says on which worker, with which weight, and what to
+    do.
+    """
 
 
 def pack(kind: str, **fields: Any) -> bytes:
@@ -27,7 +33,9 @@ def pack(kind: str, **fields: Any) -> bytes:
     """
     packed = msgspec.msgpack.encode({"kind": kind, **fields})
     if len(packed) > MAX_MESSAGE_BYTES:
-        raise SyncError(f"a message {kind!r} of {len(packed)} bytes is larger than the {MAX_MESSAGE_BYTES} allowed")
+        raise SyncError(
+            f"a message {kind!r} of {len(packed)} bytes is larger than the {MAX_MESSAGE_BYTES} allowed"
+        )
     return packed
 
 
@@ -50,7 +58,9 @@ class MessageLine(Protocol):
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message, as `Channel.send` does."""
 
-    def receive(self, timeout: float, waiting_for: str, still_alive: Look = lambda: None) -> dict[str, Any]:
+    def receive(
+        self, timeout: float, waiting_for: str, still_alive: Look = lambda: None
+    ) -> dict[str, Any]:
         """Wait for the next message, as `Channel.receive` does."""
 
     def waiting(self) -> bool:
@@ -58,14 +68,16 @@ class MessageLine(Protocol):
 
 
 class Channel:
-    """An end of the connection. Messages are dictionaries with a "kind"; nothing is ever unpickled."""
+    """An end of the connection. Messages are dictionaries with a "kind"; nothing is ever
+    unpickled.
+    """
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send one message without waiting.
-        Raises SyncError: the peer has gone (a send would otherwise wait for its return, for ever), or see `pack`.
+        """Send one message without waiting. Raises SyncError: the peer has gone (a send would
+        otherwise wait for its return, for ever), or see `pack`.
         """
         packed = pack(kind, **fields)
         try:
@@ -73,14 +85,17 @@ class Channel:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
-            raise SyncError(f"nobody is connected to send {kind!r} to: the process at the other end has gone") from None
+            raise SyncError(
+                f"nobody is connected to send {kind!r} to: the process at the other end has gone"
+            ) from None
 
-    def receive(self, timeout: float, waiting_for: str, still_alive: Look = lambda: None) -> dict[str, Any]:
+    def receive(
+        self, timeout: float, waiting_for: str, still_alive: Look = lambda: None
+    ) -> dict[str, Any]:
         """Return the next message, within `timeout` seconds; the error names what it was
-        `waiting_for`.
-        `still_alive`: called between polls.
-        Raises TimeoutError: nothing arrived in time; a message larger than `MAX_MESSAGE_BYTES` never does.
-        Raises SyncError: the bytes that arrived are not a message.
+        `waiting_for`. `still_alive`: called between polls. Raises TimeoutError: nothing arrived in
+        time; a message larger than `MAX_MESSAGE_BYTES` never does. Raises SyncError: the bytes that
+        arrived are not a message.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -108,36 +123,41 @@ class Channel:
 
 
 class Listener(Channel):
-    """The trainer's end, in the run's private folder. It knows its peer by a secret that only the peer received;
-    anyone else who connects, before the peer or after it, is ignored.
+    """The trainer's end, in the run's private folder. It knows its peer by a secret that only the
+    peer received; anyone else who connects, before the peer or after it, is ignored.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
         """Listen in `folder`. Raises SyncError: other users can enter it."""
         if (mode := stat.S_IMODE(folder.stat().st_mode)) & 0o077:
-            raise SyncError(f"{folder} has mode {mode:o}, open to other users: sockets need a folder of mode 700")
+            raise SyncError(
+                f"{folder} has mode {mode:o}, open to other users: sockets need a folder of mode 700"
+            )
         self.secret = secrets.token_hex(16)
         self._path = folder / name
         self.endpoint = f"ipc://{self._path}"
-        self._speaker = self._peer = b""  # who spoke last, and whom we listen to, by numbers that ZMQ gives them
+        # Who spoke last, and whom we listen to, by numbers that ZMQ gives them
+        self._speaker = self._peer = b""
         socket = _socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a peer that has gone is an error
         socket.bind(self.endpoint)
         super().__init__(socket)
 
     def accept(self, timeout: float, device_id: str) -> None:
-        """Wait for the worker and check that it is ours, on our device.
-        Raises SyncError: another process, or the worker of another device, spoke. Silent connections are ignored.
+        """Wait for the worker and check that it is ours, on our device. Raises SyncError: another
+        process, or the worker of another device, spoke. Silent connections are ignored.
         """
         self._peer = b""
         hello = self.receive(timeout, f"connection from the worker on {device_id}")
         if hello["kind"] != "hello" or not secrets.compare_digest(str(hello.get("secret")), self.secret):
             raise SyncError(
-                f"a stranger (pid {hello.get('pid')}) connected to {self.endpoint} without the run's secret"
+                f"a stranger (pid {hello.get('pid')}) connected to {self.endpoint} without the run's "
+                "secret"
             )
         if hello.get("device_id") != device_id:
             raise SyncError(
-                f"the worker on {hello.get('device_id')} connected to the rank on {device_id}: they must share a device"
+                f"the worker on {hello.get('device_id')} connected to the rank on {device_id}: they "
+                "must share a device"
             )
         self._peer = self._speaker
 

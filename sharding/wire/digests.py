@@ -1,16 +1,19 @@
-"""Digests that a rank and its worker compare instead of the weights themselves: sums of words, and a hash of the sums.
+"""Digests that a rank and its worker compare instead of the weights themselves: sums of words, and
+a hash of the sums.
 
-A view's bytes are read as words of 8 bytes, integers modulo 2^64. Words fill lines of 128, and lines pages of 128;
-summed up are the words of each page, those of each line over all pages, and those of each column over all lines. So the
-sums that a word is in tell its place. One wrong word changes three of them, and up to three always change some, two
-that were exchanged among them; four escape only in the corners of a rectangle, where what changed cancels out along
-each side. Since they are sums, those of ranks that hold a part each add up to those of the whole.
+A view's bytes are read as words of 8 bytes, integers modulo 2^64. Words fill lines of 128, and
+lines pages of 128; summed up are the words of each page, those of each line over all pages, and
+those of each column over all lines. So the sums that a word is in tell its place. One wrong word
+changes three of them, and up to three always change some, two that were exchanged among them; four
+escape only in the corners of a rectangle, where what changed cancels out along each side. Since
+they are sums, those of ranks that hold a part each add up to those of the whole.
 
-All this is additions, in two passes over memory of which the second finds a block in the cache: 0.9 memcpys on a CPU.
-Of what else was timed, words of 4 bytes times a multiplier of each place took 2.8 to 3.8 memcpys; words of 8 bytes 1.1,
-but such a sum forgets the place of an element's sign at their top; `torch.mv` of integers for each half of a word, 1.9;
-words of 4 bytes as float64, 1.5 to 2.0. Hashes of bytes know no parts, and have no kernels for CUDA in torch;
-`torch.hash_tensor` does not see places; sums of floating-point numbers depend on their order.
+All this is additions, in two passes over memory of which the second finds a block in the cache: 0.9
+memcpys on a CPU. Of what else was timed, words of 4 bytes times a multiplier of each place took 2.8
+to 3.8 memcpys; words of 8 bytes 1.1, but such a sum forgets the place of an element's sign at their
+top; `torch.mv` of integers for each half of a word, 1.9; words of 4 bytes as float64, 1.5 to 2.0.
+Hashes of bytes know no parts, and have no kernels for CUDA in torch; `torch.hash_tensor` does not
+see places; sums of floating-point numbers depend on their order.
 """
 
 import functools
@@ -84,7 +87,9 @@ def _lines(block: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """
     if block.dtype != dtype or not block.is_contiguous() or block.storage_offset() * dtype.itemsize % 8:
         block = (
-            _scratch(BLOCK, dtype, block.device, threading.get_ident())[: block.numel()].view(block.shape).copy_(block)
+            _scratch(BLOCK, dtype, block.device, threading.get_ident())[: block.numel()]
+            .view(block.shape)
+            .copy_(block)
         )
     raw = block.view(-1).view(torch.uint8)
     nbytes = block.nbytes
@@ -104,8 +109,9 @@ def _scratch(count: int, dtype: torch.dtype, device: torch.device, _thread: int)
 
 
 def cut(views: Iterable[View], seed: int | None) -> Iterator[Iterator[View]]:
-    """Return the parts of each view that are digested: all of it in blocks, or one window that `seed` decides.
-    Nothing but shapes and the seed decide: views of the same shapes are cut alike, whatever their strides.
+    """Return the parts of each view that are digested: all of it in blocks, or one window that
+    `seed` decides. Nothing but shapes and the seed decide: views of the same shapes are cut alike,
+    whatever their strides.
     """
     draw = None if seed is None else random.Random(seed)
     for view in views:
@@ -116,7 +122,9 @@ def digest_of(tensors: list[Tensor], seed: int | None) -> bytes:
     """Return the digest of the elements of tensors of one dtype, cut as `cut` does it."""
     views = [(int(t.storage_offset()), tuple(t.shape), t.stride()) for t in tensors]
     pairs = zip(tensors, cut(views, seed), strict=True)
-    blocks = (t.as_strided(shape, stride, offset) for t, parts in pairs for offset, shape, stride in parts)
+    blocks = (
+        t.as_strided(shape, stride, offset) for t, parts in pairs for offset, shape, stride in parts
+    )
     return digest(packed(sum_up(blocks, tensors[0].dtype if tensors else torch.uint8)))
 
 
@@ -126,7 +134,9 @@ def digests_of(weights: dict[str, list[Tensor]], seed: int | None) -> dict[str, 
     """
     on_cpu = all(tensor.device.type == "cpu" for tensors in weights.values() for tensor in tensors)
     mapper = _threads().map if on_cpu and seed is None else map
-    return dict(zip(weights, mapper(lambda tensors: digest_of(tensors, seed), weights.values()), strict=True))
+    return dict(
+        zip(weights, mapper(lambda tensors: digest_of(tensors, seed), weights.values()), strict=True)
+    )
 
 
 @functools.cache
@@ -134,7 +144,8 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(2, "digests", torch.set_num_threads, (torch.get_num_threads(),))
 
 
-os.register_at_fork(after_in_child=_threads.cache_clear)  # a fork has the pool without its threads, and would wait
+# A fork has the pool without its threads, and would wait
+os.register_at_fork(after_in_child=_threads.cache_clear)
 
 
 def _blocks(view: View) -> Iterator[View]:
@@ -164,9 +175,9 @@ def _window(view: View, draw: random.Random) -> View:
 
 
 def part_of(view: View, values: Tensor, first: int) -> Tensor:
-    """Return a view's elements that this rank owns, and zeros for the rest; on meta where it owns none.
-    Of a view of elements 4 to 11, a rank that owns elements 8 to 15 gives four zeros and its first four.
-    `values`: [n], the weight's elements from number `first` on.
+    """Return a view's elements that this rank owns, and zeros for the rest; on meta where it owns
+    none. Of a view of elements 4 to 11, a rank that owns elements 8 to 15 gives four zeros and its
+    first four. `values`: [n], the weight's elements from number `first` on.
     """
     offset, shape, stride = view
     start = offset - first

@@ -1,10 +1,12 @@
-"""The group of processes that weights are broadcast in: trainer rank 0 and every worker of every engine.
+"""The group of processes that weights are broadcast in: trainer rank 0 and every worker of every
+engine.
 
-It is not a default group. Messages travel through its store, one box for each direction and worker; buckets travel
-by gloo on CPU and NCCL on CUDA. A member that cannot continue aborts the group, which ends all waits.
+It is not a default group. Messages travel through its store, one box for each direction and worker;
+buckets travel by gloo on CPU and NCCL on CUDA. A member that cannot continue aborts the group,
+which ends all waits.
 
-vLLM's StatelessProcessGroup and PyNcclCommunicator do much the same, but unpickle what comes over their sockets
-(https://github.com/vllm-project/vllm/blob/main/vllm/distributed/utils.py).
+vLLM's StatelessProcessGroup and PyNcclCommunicator do much the same, but unpickle what comes over
+their sockets (https://github.com/vllm-project/vllm/blob/main/vllm/distributed/utils.py).
 """
 
 import os
@@ -34,7 +36,9 @@ class GroupError(SyncError):
 
 
 def wait_until(done: Callable[[], bool], timeout: float, waiting_for: str, still_alive: Look) -> None:
-    """Wait `timeout` seconds for something that can only be asked for. Raises TimeoutError: naming `waiting_for`."""
+    """Wait `timeout` seconds for something that can only be asked for. Raises TimeoutError: naming
+    `waiting_for`.
+    """
     deadline = time.monotonic() + timeout
     look = 0.0
     pause = _FINEST
@@ -57,14 +61,20 @@ def listen(host: str, port: int, timeout: float) -> TCPStore:
     longest = timedelta(seconds=timeout)
     port = server.getsockname()[1]
     fd = server.detach()
-    return TCPStore(host, port, is_master=True, timeout=longest, wait_for_workers=False, master_listen_fd=fd)
+    return TCPStore(
+        host, port, is_master=True, timeout=longest, wait_for_workers=False, master_listen_fd=fd
+    )
 
 
 def connect_store(host: str, port: int, timeout: float) -> TCPStore:
-    """Connect to the group's store. Raises TimeoutError: nothing answers there; GroupError: something else does."""
+    """Connect to the group's store. Raises TimeoutError: nothing answers there; GroupError:
+    something else does.
+    """
     wait_until(lambda: _answers(host, port), timeout, f"trainer at {host}:{port}", lambda: None)
     try:
-        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+        return TCPStore(
+            host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False
+        )
     except RuntimeError as error:
         raise GroupError(f"{host}:{port} is not the address of a weights group: {error}") from error
 
@@ -149,8 +159,12 @@ class StoreChannel:
         self._store.put(f"{self._outbox}/{self._sent}", pack(kind, **fields))
         self._sent += 1
 
-    def receive(self, timeout: float, waiting_for: str, still_alive: Look = lambda: None) -> dict[str, Any]:
-        """Wait for the next message, as `Channel.receive` does; the end of the group ends the wait, too."""
+    def receive(
+        self, timeout: float, waiting_for: str, still_alive: Look = lambda: None
+    ) -> dict[str, Any]:
+        """Wait for the next message, as `Channel.receive` does; the end of the group ends the wait,
+        too.
+        """
 
         def look() -> None:
             still_alive()
@@ -167,15 +181,25 @@ class StoreChannel:
 
 
 class BroadcastGroup:
-    """Broadcasts from rank 0, each waited for with a deadline. All members construct it at the same time."""
+    """Broadcasts from rank 0, each waited for with a deadline. All members construct it at the same
+    time.
+    """
 
     def __init__(
-        self, store: GroupStore, rank: int, world_size: int, device: torch.device, address: str, timeout: float
+        self,
+        store: GroupStore,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        address: str,
+        timeout: float,
     ) -> None:
         self._store = store
         self._timeout = timeout
         make = _nccl if device.type == "cuda" else _gloo
-        self._backend: Any = make(PrefixStore("broadcast", store._store), rank, world_size, address, timeout)
+        self._backend: Any = make(
+            PrefixStore("broadcast", store._store), rank, world_size, address, timeout
+        )
         first = torch.full((1,), world_size if rank == 0 else 0, dtype=torch.uint8, device=device)
         try:
             self.wait(self._join(first), "first broadcast")
@@ -184,7 +208,9 @@ class BroadcastGroup:
             raise
 
     def _join(self, tensor: torch.Tensor) -> Work:
-        """Start the first broadcast, in which NCCL connects: in a thread, as the call itself waits for every member."""
+        """Start the first broadcast, in which NCCL connects: in a thread, as the call itself waits
+        for every member.
+        """
         started: Future[Work] = Future()
 
         def start() -> None:
@@ -200,7 +226,9 @@ class BroadcastGroup:
         return started.result()
 
     def start(self, tensor: torch.Tensor) -> Work:
-        """Send from rank 0, receive elsewhere; `tensor` belongs to the group until `wait` returns."""
+        """Send from rank 0, receive elsewhere; `tensor` belongs to the group until `wait`
+        returns.
+        """
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         try:
@@ -213,7 +241,9 @@ class BroadcastGroup:
         self.wait(self.start(tensor.view(-1).view(torch.uint8)), what)
 
     def wait(self, work: Work, what: str) -> None:
-        """Until the memory of a broadcast can be used. Raises GroupError: a member was lost, or the deadline passed."""
+        """Wait until the memory of a broadcast can be used. Raises GroupError: a member was lost,
+        or the deadline passed.
+        """
         self._until(work.is_completed, what)
         try:
             work.wait()
@@ -249,7 +279,8 @@ def _gloo(store: Store, rank: int, world_size: int, address: str, timeout: float
 
 
 def _nccl(store: Store, rank: int, world_size: int, address: str, timeout: float) -> Any:
-    """NCCL whose watchdog and heartbeat monitor do not end the engine where `BroadcastGroup.wait` ends the update
+    """Return NCCL whose watchdog and heartbeat monitor do not end the engine where
+    `BroadcastGroup.wait` ends the update
     (https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html).
     """
     from torch.distributed import ProcessGroupNCCL

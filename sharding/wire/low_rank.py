@@ -1,11 +1,12 @@
 """The sum W + scale · B A (arXiv 2106.09685, eq. 3), the same bits wherever it is made.
 
-A rank makes it to stage a weight, to digest it and to save it, and a worker that reads the rank's shards makes it for
-itself. The last bit of a product depends on how many rows are multiplied, and by how many threads. So it is always the
-product of the same blocks of whole rows by one thread, whichever elements of them are asked for: only the weight's
-width decides how many rows are in one. Two other ways were weighed: r sums of outer products, element by element, whose
-bits nothing can change (2 r passes over a block), and ranks that add everything up in shared memory before workers read
-(a copy more, and as much memory as the weights).
+A rank makes it to stage a weight, to digest it and to save it, and a worker that reads the rank's
+shards makes it for itself. The last bit of a product depends on how many rows are multiplied, and
+by how many threads. So it is always the product of the same blocks of whole rows by one thread,
+whichever elements of them are asked for: only the weight's width decides how many rows are in one.
+Two other ways were weighed: r sums of outer products, element by element, whose bits nothing can
+change (2 r passes over a block), and ranks that add everything up in shared memory before workers
+read (a copy more, and as much memory as the weights).
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +20,9 @@ BLOCK = 1 << 18
 
 
 class Factors(NamedTuple):
-    """Both factors of a weight [out, in], whole: `a` [r, in] and `b` [out, r], float32, in memory of their own."""
+    """Both factors of a weight [out, in], whole: `a` [r, in] and `b` [out, r], float32, in memory
+    of their own.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
@@ -32,10 +35,10 @@ class Factors(NamedTuple):
         take: Callable[[int, torch.Tensor], None],
         wanted: Callable[[int, int], bool] = lambda first, count: True,
     ) -> None:
-        """Make the sums for the weight's elements [offset, offset + n), a block at a time.
-        `values` [n]: those of W, of any dtype, on any device. Padding behind the weight's end is left out.
-        `take`: gets the number of a block's first element and the sums, new and float32.
-        `wanted`: (first element, count) -> True if any of these elements are needed.
+        """Make the sums for the weight's elements [offset, offset + n), a block at a time. `values`
+        [n]: those of W, of any dtype, on any device. Padding behind the weight's end is left out.
+        `take`: gets the number of a block's first element and the sums, new and float32. `wanted`:
+        (first element, count) -> True if any of these elements are needed.
         """
         width = self.a.shape[1]
         rows = max(BLOCK // width, 1)
@@ -46,8 +49,14 @@ class Factors(NamedTuple):
                 last = min((top + rows) * width, end)
                 start = top * width
                 if wanted(first, last - first):
-                    sums = (self.b[top : top + rows] @ self.a).mul_(self.scale).view(-1)[first - start : last - start]
-                    base = torch.empty_like(sums).copy_(values[first - offset : last - offset], non_blocking=True)
+                    sums = (
+                        (self.b[top : top + rows] @ self.a)
+                        .mul_(self.scale)
+                        .view(-1)[first - start : last - start]
+                    )
+                    base = torch.empty_like(sums).copy_(
+                        values[first - offset : last - offset], non_blocking=True
+                    )
                     take(first, base.add_(sums))
 
 

@@ -1,4 +1,6 @@
-"""The weights that an update announces: every weight's checkpoint name, shape and dtype; compared on both sides."""
+"""The weights that an update announces: every weight's checkpoint name, shape and dtype; compared
+on both sides.
+"""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +13,9 @@ from torch import Tensor
 from sharding.wire.channel import SyncError
 
 Manifest = dict[str, list[Any]]
-"""Checkpoint name -> [shape, dtype as torch names it without its prefix]; plain types, since it travels."""
+"""Checkpoint name -> [shape, dtype as torch names it without its prefix]; plain types, since it
+travels.
+"""
 
 NamedTensors = list[tuple[str, Tensor]]
 
@@ -27,8 +31,8 @@ _MOST = 6  # names or differences spelled out in an error
 @dataclass(frozen=True)
 class Piece:
     """One tensor under its checkpoint name, as a contiguous run of the parameter it is stored in.
-    `offset`: bytes from the start of the parameter (in `SourceParameter`) or of the bucket (in `Bucket`).
-    `dtype`: mostly the engine's, as torch names it without its prefix ("bfloat16").
+    `offset`: bytes from the start of the parameter (in `SourceParameter`) or of the bucket (in
+    `Bucket`). `dtype`: mostly the engine's, as torch names it without its prefix ("bfloat16").
     """
 
     name: str
@@ -49,7 +53,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements [`first`, `first` + `count`) of a weight, at `offset` bytes from the start of the bucket."""
+    """Elements [`first`, `first` + `count`) of a weight, at `offset` bytes from the start of the
+    bucket.
+    """
 
     name: str
     dtype: str
@@ -60,10 +66,10 @@ class Stretch:
 
 @dataclass(frozen=True)
 class SourceParameter:
-    """One parameter as the trainer holds it.
-    `nbytes`: of the whole parameter in the dtype of its pieces, and of the padding its gather leaves behind.
-    `pieces`: the checkpoint tensors inside; one, except where Transformers fuses (experts of an MoE layer).
-    `shards`: number of equally large parts, one after another, from which it is gathered.
+    """One parameter as the trainer holds it. `nbytes`: of the whole parameter in the dtype of its
+    pieces, and of the padding its gather leaves behind. `pieces`: the checkpoint tensors inside;
+    one, except where Transformers fuses (experts of an MoE layer). `shards`: number of equally
+    large parts, one after another, from which it is gathered.
     """
 
     name: str
@@ -85,7 +91,9 @@ def manifest_of(parameters: list[SourceParameter]) -> Manifest:
 
 
 def differences(sent: Manifest, expected: Manifest) -> list[str]:
-    """Return a sentence for each weight that is missing, unexpected, or of another shape or dtype."""
+    """Return a sentence for each weight that is missing, unexpected, or of another shape or
+    dtype.
+    """
     complaints = [f"{name} is missing" for name in expected if name not in sent]
     complaints += [f"{name} is not expected" for name in sent if name not in expected]
     for name in (name for name in sent if name in expected):
@@ -96,12 +104,11 @@ def differences(sent: Manifest, expected: Manifest) -> list[str]:
 
 
 def check_manifest(sent: Manifest, promised: Manifest | None, engine_dtypes: list[str]) -> None:
-    """Check an update in a worker, before any weight arrives.
-    `promised`: the weights given to `prepare_refit_info`; None where it was not called.
-    `engine_dtypes`: the one that the engine computes in, and those that it keeps a few parameters in, such as the
-    biases that decide a mixture's routes.
-    Raises SyncError: naming the weights that do not fit. A dtype that the engine does not have would be cast by its
-    loaders without a word.
+    """Check an update in a worker, before any weight arrives. `promised`: the weights given to
+    `prepare_refit_info`; None where it was not called. `engine_dtypes`: the one that the engine
+    computes in, and those that it keeps a few parameters in, such as the biases that decide a
+    mixture's routes. Raises SyncError: naming the weights that do not fit. A dtype that the engine
+    does not have would be cast by its loaders without a word.
     """
     complaints = [] if promised is None else differences(sent, promised)
     complaints += [
@@ -125,13 +132,17 @@ def checkpoint_manifest(model: str, dtype: str, tied: bool) -> Manifest:
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
 
-    folder = Path(model) if Path(model).is_dir() else Path(snapshot_download(model, local_files_only=True))
+    folder = (
+        Path(model) if Path(model).is_dir() else Path(snapshot_download(model, local_files_only=True))
+    )
     manifest: Manifest = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             manifest |= {name: [file.get_slice(name).get_shape(), dtype] for name in file.keys()}  # noqa: SIM118
     if not manifest:
-        raise SyncError(f"{folder} holds no safetensors files from which the names of its weights could be read")
+        raise SyncError(
+            f"{folder} holds no safetensors files from which the names of its weights could be read"
+        )
     if tied:
         manifest.pop("lm_head.weight", None)
     return manifest

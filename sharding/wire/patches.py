@@ -1,11 +1,13 @@
 """Patches: the words of a bucket that have changed since it was last sent, with their places.
 
-A word has 2 bytes, as an element of bfloat16 does. At a learning rate of 1e-6 a step changes 1 to 3 % of the elements
-of bfloat16 weights (docs/apart.md), but some in every 64 KiB: blocks would save nothing, and places inside them save
-nearly all. A patch has the number of changed words in each block of 65,536 (int32), their places in it (16 bits each),
-and their values: 4 bytes a changed word.
+A word has 2 bytes, as an element of bfloat16 does. At a learning rate of 1e-6 a step changes 1 to 3
+% of the elements of bfloat16 weights (docs/apart.md), but some in every 64 KiB: blocks would save
+nothing, and places inside them save nearly all. A patch has the number of changed words in each
+block of 65,536 (int32), their places in it (16 bits each), and their values: 4 bytes a changed
+word.
 
-Places are int64 while they are computed with, 8 bytes a word. So a bucket is gone through in slices of some blocks.
+Places are int64 while they are computed with, 8 bytes a word. So a bucket is gone through in slices
+of some blocks.
 """
 
 from collections.abc import Iterator
@@ -59,7 +61,9 @@ def apply_patch(patch: Tensor, memory: Tensor) -> None:
     first = 0
     for blocks, stretch in _slices(words):
         last = first + int(counts[blocks].sum())
-        changed = torch.arange(len(counts[blocks]), device=memory.device).repeat_interleave(counts[blocks])
+        changed = torch.arange(len(counts[blocks]), device=memory.device).repeat_interleave(
+            counts[blocks]
+        )
         changed <<= _BLOCK_BITS
         changed += places[first:last].long().bitwise_and_(_PLACES)
         words[stretch][changed.clamp_(max=len(words[stretch]) - 1)] = values[first:last]

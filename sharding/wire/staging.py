@@ -1,13 +1,16 @@
-"""Memory of a process, the trainer's or a worker's: mapped by another on the same device, or given back to the system.
+"""Memory of a process, the trainer's or a worker's: mapped by another on the same device, or given
+back to the system.
 
-Memory to map is described by a handle of plain types, and opened from it. On CPU it is an anonymous file
-(`memfd_create`), opened by the other process through `/proc`: it has no name, so nothing is left behind however a run
-ends, and a small `/dev/shm` does not matter to it. On CUDA it is plain device memory, opened through an IPC handle. The
-trainer's two staging buffers are such memory, and so are the engine's weights where the trainer computes with them.
-Either is exported once, opened once and closed once; only offsets travel after.
+Memory to map is described by a handle of plain types, and opened from it. On CPU it is an anonymous
+file (`memfd_create`), opened by the other process through `/proc`: it has no name, so nothing is
+left behind however a run ends, and a small `/dev/shm` does not matter to it. On CUDA it is plain
+device memory, opened through an IPC handle. The trainer's two staging buffers are such memory, and
+so are the engine's weights where the trainer computes with them. Either is exported once, opened
+once and closed once; only offsets travel after.
 
-vLLM's CPU build has no sleep mode (vllm/platforms/interface.py, is_sleep_mode_available), so a sleeping worker frees
-its pages here. Addresses stay the same; the pages return as zeros when touched.
+vLLM's CPU build has no sleep mode (vllm/platforms/interface.py, is_sleep_mode_available), so a
+sleeping worker frees its pages here. Addresses stay the same; the pages return as zeros when
+touched.
 """
 
 import ctypes
@@ -53,7 +56,9 @@ def stamped_bucket(buffer: torch.Tensor, message: dict[str, Any]) -> torch.Tenso
     """
     marked = buffer[: message["nbytes"] + STAMP_BYTES]
     if (number := stamped(marked)) != message["stamp"]:
-        raise SyncError(f"the staging buffer holds bucket {number} where bucket {message['stamp']} was announced")
+        raise SyncError(
+            f"the staging buffer holds bucket {number} where bucket {message['stamp']} was announced"
+        )
     return marked[:-STAMP_BYTES]
 
 
@@ -65,7 +70,9 @@ def with_stamp(nbytes: int) -> int:
 
 
 def local_buffers(buffers: list[torch.Tensor], nbytes: int, device: torch.device) -> list[torch.Tensor]:
-    """Return two buffers of memory that nobody else maps: the given ones if they have this size, or new ones."""
+    """Return two buffers of memory that nobody else maps: the given ones if they have this size, or
+    new ones.
+    """
     if buffers and buffers[0].nbytes == nbytes:
         return buffers
     return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
@@ -83,14 +90,25 @@ class MemoryFile:
     """
 
     def __init__(self, name: str, sizes: list[int], purpose: str, remedy: str) -> None:
-        """Raises SyncError, with `purpose` and `remedy`, where the system does not give that much memory."""
-        *starts, total = itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
+        """Raise SyncError, with `purpose` and `remedy`, where the system does not give that much
+        memory.
+        """
+        *starts, total = itertools.accumulate(
+            (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0
+        )
         self._fd = -1
         try:
             self._fd = os.memfd_create(name, os.MFD_CLOEXEC)
-            inode = os.fstat(self._fd).st_ino  # tells this memory from an earlier one that had the same descriptor
+            # Tells this memory from an earlier one that had the same descriptor
+            inode = os.fstat(self._fd).st_ino
             places = {"starts": starts, "sizes": sizes}
-            self.handle = {"kind": "shared_memory", "pid": os.getpid(), "fd": self._fd, "inode": inode, **places}
+            self.handle = {
+                "kind": "shared_memory",
+                "pid": os.getpid(),
+                "fd": self._fd,
+                "inode": inode,
+                **places,
+            }
             os.ftruncate(self._fd, total)
             self.tensors = _map_file(self._fd, self.handle)
         except OSError as error:
@@ -115,14 +133,19 @@ def _map_file(fd: int, handle: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def cuda_handle(storages: list[torch.UntypedStorage]) -> dict[str, Any]:
-    """Export device memory; everything written to it must be there before another process is told to open it.
+    """Export device memory; everything written to it must be there before another process is told
+    to open it.
 
-    torch counts one user of an exported storage until some process has opened and dropped it, and keeps its memory
-    until then: memory that is never opened is never freed (`CudaIPCSentDataDelete` in
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/CudaIPCTypes.cpp).
+    torch counts one user of an exported storage until some process has opened and dropped it, and
+    keeps its memory until then: memory that is never opened is never freed (`CudaIPCSentDataDelete`
+    in https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/CudaIPCTypes.cpp).
     """
-    # _share_cuda_: device, handle, storage bytes, offset, ref counter handle, its offset, event handle, event sync
-    return {"kind": "cuda_ipc", "storages": [[storage.nbytes(), list(storage._share_cuda_())] for storage in storages]}
+    # _share_cuda_: device, handle, storage bytes, offset, ref counter handle, its offset, event
+    # handle, event sync
+    return {
+        "kind": "cuda_ipc",
+        "storages": [[storage.nbytes(), list(storage._share_cuda_())] for storage in storages],
+    }
 
 
 def open_memory(handle: dict[str, Any], device: torch.device) -> list[torch.Tensor]:
@@ -140,15 +163,18 @@ def open_memory(handle: dict[str, Any], device: torch.device) -> list[torch.Tens
 
 def _open_cuda(arguments: list[Any], nbytes: int, device: torch.device) -> torch.Tensor:
     arguments[0] = device.index  # each process numbers its visible devices itself
-    # The other process has synchronised, and torch never frees the event that it would open to wait for it
-    # (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/StorageSharing.cpp, newSharedCuda).
+    # The other process has synchronised, and torch never frees the event that it would open to wait
+    # for it (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/StorageSharing.cpp,
+    # newSharedCuda).
     arguments[7] = False
     storage = torch.UntypedStorage._new_shared_cuda(*arguments)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))  # type: ignore[call-overload]
 
 
 def wait_for_writes(device: torch.device) -> None:
-    """Wait until another process can read everything written: kernels may still be queued on CUDA."""
+    """Wait until another process can read everything written: kernels may still be queued on
+    CUDA.
+    """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -157,8 +183,10 @@ class SharedMemoryStaging:
     """Two staging `buffers` on CPU, and the `handle` from which a worker opens them."""
 
     def __init__(self, nbytes: int) -> None:
-        """Raises SyncError where the system does not give that much memory."""
-        self._file = MemoryFile("hotbunk-staging", [nbytes] * BUFFERS, "staging", "lower sync.bucket_mib")
+        """Raise SyncError where the system does not give that much memory."""
+        self._file = MemoryFile(
+            "hotbunk-staging", [nbytes] * BUFFERS, "staging", "lower sync.bucket_mib"
+        )
         self.buffers = self._file.tensors
         self.handle = self._file.handle
 
@@ -172,7 +200,9 @@ class SharedMemoryStaging:
 
 
 class CudaIpcStaging:
-    """Two staging `buffers` on CUDA from torch's allocator, and their `handle` once they are exported."""
+    """Two staging `buffers` on CUDA from torch's allocator, and their `handle` once they are
+    exported.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         with plain_segments():
@@ -180,11 +210,15 @@ class CudaIpcStaging:
         self.handle: dict[str, Any] = {}
 
     def export(self) -> None:
-        """Make the handle, once; not before it is known that the worker will open it (see `cuda_handle`)."""
+        """Make the handle, once; not before it is known that the worker will open it (see
+        `cuda_handle`).
+        """
         self.handle = self.handle or cuda_handle([buffer.untyped_storage() for buffer in self.buffers])
 
     def close(self) -> None:
-        """Drop the buffers and collect memory that the worker has released (it would stay without `ipc_collect`)."""
+        """Drop the buffers and collect memory that the worker has released (it would stay without
+        `ipc_collect`).
+        """
         self.buffers = []
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
@@ -203,12 +237,17 @@ def device_id(device: torch.device, rank_in_group: int) -> str:
     """Return the name of a rank's and its worker's device: the UUID on CUDA, `cpu:<rank in the
     engine group>` on CPU.
     """
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else f"cpu:{rank_in_group}"
+    return (
+        str(torch.cuda.get_device_properties(device).uuid)
+        if device.type == "cuda"
+        else f"cpu:{rank_in_group}"
+    )
 
 
 def release_pages(tensors: Iterable[torch.Tensor]) -> int:
-    """Free the whole pages inside each distinct storage; returns the bytes given back. Contents become zeros.
-    Only pages that belong to one storage entirely are freed: a small tensor shares its page with others.
+    """Free the whole pages inside each distinct storage; returns the bytes given back. Contents
+    become zeros. Only pages that belong to one storage entirely are freed: a small tensor shares
+    its page with others.
     """
     freed = 0
     for storage in {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values():
@@ -217,8 +256,11 @@ def release_pages(tensors: Iterable[torch.Tensor]) -> int:
         if length <= 0:
             continue
         if _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_DONTNEED):
-            raise OSError(ctypes.get_errno(), f"madvise could not free {length} bytes of a sleeping engine")
-        # A hint, which the system may ignore: pages that come back in large pieces come back several times as fast.
+            raise OSError(
+                ctypes.get_errno(), f"madvise could not free {length} bytes of a sleeping engine"
+            )
+        # A hint, which the system may ignore: pages that come back in large pieces come back
+        # several times as fast.
         _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
         freed += length
     return freed
@@ -226,8 +268,8 @@ def release_pages(tensors: Iterable[torch.Tensor]) -> int:
 
 def release_weights(model: torch.nn.Module, reprocessed: list[torch.nn.Module]) -> None:
     """Free all weights of a sleeping engine; a complete weight update brings them back.
-    `reprocessed`: modules that are loaded layerwise; oneDNN's packed copies, which live in each layer's `cpu_linear`,
-    are dropped, and made again then.
+    `reprocessed`: modules that are loaded layerwise; oneDNN's packed copies, which live in each
+    layer's `cpu_linear`, are dropped, and made again then.
     """
     for module in (inner for outer in reprocessed for inner in outer.modules()):
         if hasattr(module, "cpu_linear"):

@@ -1,9 +1,11 @@
-"""Handing a LoRA adapter to a running vLLM engine, in memory, so that all of it takes effect or the culprit is named.
+"""Handing a LoRA adapter to a running vLLM engine, in memory, so that all of it takes effect or the
+culprit is named.
 
 vLLM itself loads adapters from folders, passes over modules that it does not find
-(https://github.com/vllm-project/vllm/issues/34186), and takes two adapters of one number for the same. Here the factors
-come as weights do; every update is an adapter of its own, under a number that was never used before, and the old one
-goes. Which factor reached a module is seen by watching vLLM's own copies.
+(https://github.com/vllm-project/vllm/issues/34186), and takes two adapters of one number for the
+same. Here the factors come as weights do; every update is an adapter of its own, under a number
+that was never used before, and the old one goes. Which factor reached a module is seen by watching
+vLLM's own copies.
 """
 
 from typing import Any, ClassVar
@@ -25,7 +27,9 @@ class AdapterLoader:
     left_out: ClassVar[list[str]] = []
 
     def __init__(self, model_runner: Any, number: int, config: dict[str, Any]) -> None:
-        """`number` is the adapter's in requests; `config` what PEFT writes to adapter_config.json."""
+        """Take the adapter's `number` in requests, and the `config` that PEFT writes to
+        adapter_config.json.
+        """
         if not hasattr(model_runner, "lora_manager"):
             raise SyncError("an adapter arrived, but the engine was started without enable_lora")
         self._worker = model_runner.lora_manager

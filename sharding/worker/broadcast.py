@@ -1,4 +1,6 @@
-"""The worker's end of the collective path: joining the group that weights are broadcast in, and receiving from it."""
+"""The worker's end of the collective path: joining the group that weights are broadcast in, and
+receiving from it.
+"""
 
 import os
 from collections import deque
@@ -11,7 +13,14 @@ import torch
 from torch.distributed import Work
 
 from sharding.wire.channel import SyncError
-from sharding.wire.group import BroadcastGroup, GroupError, GroupStore, StoreChannel, own_address, wait_until
+from sharding.wire.group import (
+    BroadcastGroup,
+    GroupError,
+    GroupStore,
+    StoreChannel,
+    own_address,
+    wait_until,
+)
 from sharding.wire.staging import STAMP_BYTES, local_buffers, stamped_bucket
 from sharding.worker.patched import PatchedBuckets
 from sharding.worker.receiver import ChannelCarrier
@@ -19,7 +28,9 @@ from sharding.worker.receiver import ChannelCarrier
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's place in a group: the arguments of `init_collective`, and the worker's own rank from them."""
+    """A worker's place in a group: the arguments of `init_collective`, and the worker's own rank
+    from them.
+    """
 
     ip: str
     port: int
@@ -28,10 +39,12 @@ class Place:
 
 
 class Membership:
-    """A worker's membership in a group, until `leave`; its `token` tells the group from others at the same address."""
+    """A worker's membership in a group, until `leave`; its `token` tells the group from others at
+    the same address.
+    """
 
     def __init__(self, place: Place, device: torch.device, device_id: str, timeout: float) -> None:
-        """Join. Returns when all members are there and a first broadcast has arrived.
+        """Join. Return when all members are there and a first broadcast has arrived.
         Raises SyncError: the group is another one than was described, or this rank in it is taken.
         Raises TimeoutError: not all members came in time.
         """
@@ -43,11 +56,15 @@ class Membership:
             everybody = "all members of the weights group"
             wait_until(lambda: self.store.has("go"), timeout, everybody, self.store.check_aborted)
             address = own_address(place.ip, place.port)
-            self.group = BroadcastGroup(self.store, place.rank, place.world_size, device, address, timeout)
+            self.group = BroadcastGroup(
+                self.store, place.rank, place.world_size, device, address, timeout
+            )
         except Exception as error:
             with suppress(GroupError):
                 if not self.store.has("go"):  # a stray cannot end a group that stands already
-                    self.store.abort(f"weights rank {place.rank} (pid {os.getpid()}) could not join: {error}")
+                    self.store.abort(
+                        f"weights rank {place.rank} (pid {os.getpid()}) could not join: {error}"
+                    )
             raise
 
     def _claim(self, device: torch.device, device_id: str) -> bytes:
@@ -56,13 +73,19 @@ class Membership:
         group = msgspec.msgpack.decode(self.store.read("group"))
         if group["world_size"] != world_size or not group["train_world_size"] <= rank < world_size:
             raise SyncError(
-                f"rank {rank} of {world_size} does not belong to the trainer's weights group, which has "
-                f"{group['train_world_size']} trainer and {group['world_size'] - group['train_world_size']} workers"
+                f"rank {rank} of {world_size} does not belong to the trainer's weights group, which "
+                f"has {group['train_world_size']} trainer and "
+                f"{group['world_size'] - group['train_world_size']} workers"
             )
-        claim = msgspec.msgpack.encode({"pid": os.getpid(), "device": device.type, "device_id": device_id})
+        claim = msgspec.msgpack.encode(
+            {"pid": os.getpid(), "device": device.type, "device_id": device_id}
+        )
         if (holder := self.store.claim(f"member/{rank}", claim)) != claim:
             pid = msgspec.msgpack.decode(holder)["pid"]
-            raise SyncError(f"rank {rank} of the weights group is taken by pid {pid}: engines need different prefixes")
+            raise SyncError(
+                f"rank {rank} of the weights group is taken by pid {pid}: engines need different "
+                "prefixes"
+            )
         return str(group["token"]).encode()
 
     def stands(self, place: Place) -> bool:
@@ -85,7 +108,9 @@ class Membership:
 
 
 class BroadcastBuckets:
-    """The worker's half of `sharding.remote.broadcast.Broadcast`: two buffers like the trainer's, filled in turn."""
+    """The worker's half of `sharding.remote.broadcast.Broadcast`: two buffers like the trainer's,
+    filled in turn.
+    """
 
     ahead = True
     opened = closed = 0
@@ -126,7 +151,9 @@ class BroadcastBuckets:
         membership = self._worker.hotbunk_membership
         if reason is not None and membership is not None:
             self._worker.hotbunk_membership = None
-            membership.leave(f"weights rank {membership.place.rank} (pid {os.getpid()}) gave up: {reason}")
+            membership.leave(
+                f"weights rank {membership.place.rank} (pid {os.getpid()}) gave up: {reason}"
+            )
 
 
 class CollectiveCarrier(ChannelCarrier):
@@ -144,8 +171,8 @@ class CollectiveCarrier(ChannelCarrier):
         self.answer(left=True)
 
     def fail(self, error: Exception) -> None:
-        """Tell the trainer, and join announced broadcasts until it gives up, since a broadcast needs everybody.
-        If the group itself has failed, the other members learn it from the store.
+        """Tell the trainer, and join announced broadcasts until it gives up, since a broadcast
+        needs everybody. If the group itself has failed, the other members learn it from the store.
         """
         try:
             if isinstance(error, GroupError | TimeoutError):

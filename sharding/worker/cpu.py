@@ -1,16 +1,18 @@
-"""Replacements, in a worker on a CPU, for features that vLLM has only on CUDA. An update can be followed without them.
+"""Replacements, in a worker on a CPU, for features that vLLM has only on CUDA. An update can be
+followed without them.
 
-`keep_weights_plain`: weights stay as they are loaded, so that they can be written in place and read back. Depending on
-the processor, vLLM packs those of linear layers for oneDNN, SGL's kernels or zentorch, and those of convolutions for a
-kernel of its own (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm); those of a mixture's experts for
-another (vllm/model_executor/layers/fused_moe/experts/cpu_moe.py, process_weights_after_loading).
+`keep_weights_plain`: weights stay as they are loaded, so that they can be written in place and read
+back. Depending on the processor, vLLM packs those of linear layers for oneDNN, SGL's kernels or
+zentorch, and those of convolutions for a kernel of its own (vllm/model_executor/layers/utils.py,
+dispatch_cpu_unquantized_gemm); those of a mixture's experts for another
+(vllm/model_executor/layers/fused_moe/experts/cpu_moe.py, process_weights_after_loading).
 
 `choose_with_biases`: routers without groups choose by sigmoid scores and correction biases.
 
-`RouteRecorder`: the routes of a mixture's tokens through its experts, as this worker computes them (runner V1). vLLM's
-own way of returning them needs runner V2, which CPUs do not have (0.32: vllm/config/vllm.py,
-_verify_aux_output_compatibility). Its routers tell their choices on CPUs as well
-(vllm/model_executor/layers/fused_moe/router/base_router.py, set_capture_fn).
+`RouteRecorder`: the routes of a mixture's tokens through its experts, as this worker computes them
+(runner V1). vLLM's own way of returning them needs runner V2, which CPUs do not have (0.32:
+vllm/config/vllm.py, _verify_aux_output_compatibility). Its routers tell their choices on CPUs as
+well (vllm/model_executor/layers/fused_moe/router/base_router.py, set_capture_fn).
 """
 
 from functools import partial, wraps
@@ -47,7 +49,8 @@ def choose_with_biases() -> None:
     """Choose experts without groups as routers with one group do, if scores are sigmoids or have
     biases.
 
-    vLLM 0.32 refuses the former at the first token, and leaves the biases of a softmax out without a word.
+    vLLM 0.32 refuses the former at the first token, and leaves the biases of a softmax out without
+    a word.
     """
     build = CPURouter.__init__
 
@@ -70,7 +73,9 @@ def _compute_plain(layer: Any, remove_weight: bool) -> None:
 
 
 class PlainExperts(CPUUnquantizedExperts):
-    """Experts by grouped products, as they are loaded: with gated SiLU, or with the clamped one of gpt-oss."""
+    """Experts by grouped products, as they are loaded: with gated SiLU, or with the clamped one of
+    gpt-oss.
+    """
 
     keeps_weights = True
 
@@ -80,7 +85,9 @@ class PlainExperts(CPUUnquantizedExperts):
 
     @staticmethod
     def is_supported_config(cls: Any, moe_config: Any, *arguments: Any) -> tuple[bool, str | None]:
-        """Say whether this kernel can be used, and if not, why. vLLM takes the first one that can."""
+        """Say whether this kernel can be used, and if not, why. vLLM takes the first one that
+        can.
+        """
         if moe_config.activation not in (MoEActivation.SILU, MoEActivation.SWIGLUOAI):
             return False, "kernel computes gated SiLU only"
         if moe_config.moe_parallel_config.use_ep:
@@ -105,8 +112,9 @@ class PlainExperts(CPUUnquantizedExperts):
     ) -> None:
         """Write the weighted sums of each token's experts to `output` [tokens, hidden].
 
-        `w1`: [experts, 2 × intermediate, hidden], see `_gated`; `w2`: [experts, hidden, intermediate];
-        `topk_weights`, `topk_ids`: [tokens, k]; with `apply_router_weight_on_input` the states come weighted.
+        `w1`: [experts, 2 × intermediate, hidden], see `_gated`; `w2`: [experts, hidden,
+        intermediate]; `topk_weights`, `topk_ids`: [tokens, k]; with `apply_router_weight_on_input`
+        the states come weighted.
         """
         order = topk_ids.flatten().argsort()  # by expert: each a row of a token
         ends = topk_ids.flatten().long().bincount(minlength=len(w1)).cumsum(0).int()
@@ -126,8 +134,8 @@ def _gated(gates: Tensor, activation: MoEActivation) -> Tensor:
     """Return the activations [n, intermediate] of gates and of the values they gate, [n, 2 ×
     intermediate].
 
-    All gates come first, except in gpt-oss, where the two alternate and are clamped at 7 (vLLM 0.32 and Transformers
-    5.19 have the same constants).
+    All gates come first, except in gpt-oss, where the two alternate and are clamped at 7 (vLLM 0.32
+    and Transformers 5.19 have the same constants).
     """
     if activation == MoEActivation.SILU:
         gate, up = gates.chunk(2, dim=-1)
@@ -140,15 +148,20 @@ def _gated(gates: Tensor, activation: MoEActivation) -> Tensor:
 class RouteRecorder:
     """Keeps the rows of the running and the latest requests, each a token's experts in all layers.
 
-    A row also lies where the token's keys and values lie in their cache, so that a request that finds its prompt's
-    beginning there, or comes back after it was preempted, has the rows of the pass that computed those keys.
+    A row also lies where the token's keys and values lie in their cache, so that a request that
+    finds its prompt's beginning there, or comes back after it was preempted, has the rows of the
+    pass that computed those keys.
     """
 
     def __init__(self, runner: Any, model: torch.nn.Module) -> None:
-        """Listen to the model's routers. Raises ValueError where there are none, or they tell nothing."""
+        """Listen to the model's routers. Raises ValueError where there are none, or they tell
+        nothing.
+        """
         mixtures = [module for module in model.modules() if isinstance(module, MoERunner)]
         if not mixtures or not all(isinstance(mixture.router, BaseRouter) for mixture in mixtures):
-            raise ValueError(f"{type(model).__name__} has no routers that tell their choices: set model.routes to own")
+            raise ValueError(
+                f"{type(model).__name__} has no routers that tell their choices: set model.routes to own"
+            )
         config = runner.model_config
         layers = config.get_total_num_hidden_layers()
         self.top_k = config.get_num_experts_per_tok()
@@ -172,7 +185,8 @@ class RouteRecorder:
         """Return the rows [tokens, layers, top_k] of a request that has ended, by the id it was
         submitted under.
         """
-        # vLLM adds eight characters to the id (vllm/v1/engine/input_processor.py, assign_request_id).
+        # vLLM adds eight characters to the id (vllm/v1/engine/input_processor.py,
+        # assign_request_id).
         name = next((name for name in self._rows if name.rpartition("-")[0] == request), None)
         return b"" if name is None else np.concatenate(self._rows.pop(name)).tobytes()
 
@@ -198,13 +212,17 @@ class RouteRecorder:
             begin, end = end, end + scheduled[name]
             start = int(batch.num_computed_tokens_cpu[place])
             positions = np.arange(start + end - begin)
-            slots = table.get_numpy_array()[place, positions // table.block_size].astype(np.int64) * table.block_size
+            slots = (
+                table.get_numpy_array()[place, positions // table.block_size].astype(np.int64)
+                * table.block_size
+            )
             slots += positions % table.block_size
             if len(self._by_slot) <= slots.max():
                 more = np.zeros((int(slots.max()) + 1 - len(self._by_slot), *rows.shape[1:]), self.dtype)
                 self._by_slot = np.concatenate([self._by_slot, more])
             self._by_slot[slots[start:]] = rows[begin:end]
             kept = self._rows.setdefault(name, [])
-            if sum(map(len, kept)) != start:  # new, or begun again: what is not computed now was found in the cache
+            if sum(map(len, kept)) != start:
+                # new, or begun again: what is not computed now was found in the cache
                 kept[:] = [self._by_slot[slots[:start]]]
             kept.append(rows[begin:end])

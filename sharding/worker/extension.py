@@ -1,8 +1,9 @@
-"""Hotbunk's methods of a vLLM worker. vLLM appends the class to its worker's bases, in the worker's own process.
+"""Hotbunk's methods of a vLLM worker. vLLM appends the class to its worker's bases, in the worker's
+own process.
 
-Methods are called through `collective_rpc` and return plain types only: anything else would end the engine core's
-output thread (vllm/v1/engine/core.py, process_output_sockets), and every later call would hang. Nothing of the trainer
-is imported here.
+Methods are called through `collective_rpc` and return plain types only: anything else would end the
+engine core's output thread (vllm/v1/engine/core.py, process_output_sockets), and every later call
+would hang. Nothing of the trainer is imported here.
 """
 
 import os
@@ -27,7 +28,14 @@ from sharding.wire.staging import MemoryFile, cuda_handle, release_pages, releas
 from sharding.worker.broadcast import CollectiveCarrier, Membership, Place
 from sharding.worker.loader import WeightLoader, own_checkpoint, reprocessed_modules
 from sharding.worker.noise import key_noise
-from sharding.worker.receiver import Buckets, Carrier, ChannelCarrier, Receiver, StagedBuckets, engine_dtypes
+from sharding.worker.receiver import (
+    Buckets,
+    Carrier,
+    ChannelCarrier,
+    Receiver,
+    StagedBuckets,
+    engine_dtypes,
+)
 from sharding.worker.recording import Recording, storage_key
 from sharding.worker.repairs import keep_bias_of_head, keep_scalars_of_xielu, load_biases_of_experts
 from sharding.worker.storage import StorageBuckets, StorageCarrier, read_manifest
@@ -48,29 +56,36 @@ keep_bias_of_head()
 
 READERS: dict[str, Callable[[Any], Buckets]]
 READERS = {"staged": StagedBuckets, "storage": StorageBuckets}
-"""The workers' halves of the transports, by the names that the trainer's halves give in `reader`."""
+"""The workers' halves of the transports, by the names that the trainer's halves give in
+`reader`.
+"""
 
 WorkerOutcome = dict[str, Any]
-"""The result of a method: plain types, "error" (None or a sentence that names the worker) among them."""
+"""The result of a method: plain types, "error" (None or a sentence that names the worker) among
+them.
+"""
 
 P = ParamSpec("P")
 _REMEDY = "so the trainer cannot compute with it: set sync.way to staged"
 
 
 class SharedWeights:
-    """The worker's parameters, handed out for the trainer to compute in, so that nothing is copied (`ZeroCopy`).
+    """The worker's parameters, handed out for the trainer to compute in, so that nothing is copied
+    (`ZeroCopy`).
 
-    Possible where both hold whole weights in one layout: one rank, one worker, weights that vLLM does not re-process.
-    The record of the first update knows where each lies: queries, keys and values, say, one after another in one
-    parameter. Made once; from then on the memory is the model's for as long as the engine runs.
-    `handle`: from which the trainer opens the same memory (`open_memory`).
-    `places`: weight -> number of the storage it lies in, and the byte at which it begins there; without the weights
-    that go on being sent.
+    Possible where both hold whole weights in one layout: one rank, one worker, weights that vLLM
+    does not re-process. The record of the first update knows where each lies: queries, keys and
+    values, say, one after another in one parameter. Made once; from then on the memory is the
+    model's for as long as the engine runs. `handle`: from which the trainer opens the same memory
+    (`open_memory`). `places`: weight -> number of the storage it lies in, and the byte at which it
+    begins there; without the weights that go on being sent.
     """
 
-    def __init__(self, model: torch.nn.Module, recording: Recording | None, device: torch.device) -> None:
-        """Export the parameters, on CPU from memory into which they are moved.
-        Raises SyncError: naming the weights that the model does not keep as they are sent, in one piece each.
+    def __init__(
+        self, model: torch.nn.Module, recording: Recording | None, device: torch.device
+    ) -> None:
+        """Export the parameters, on CPU from memory into which they are moved. Raises SyncError:
+        naming the weights that the model does not keep as they are sent, in one piece each.
         """
         runs = contiguous_runs(model, recording)
         storages = {storage_key(run): run.untyped_storage() for run in runs.values()}
@@ -87,13 +102,16 @@ class SharedWeights:
         for old, new in zip(storages.values(), self._file.tensors, strict=True):
             new.copy_(torch.empty(0, dtype=torch.uint8).set_(old))  # type: ignore[call-overload]
         assert recording is not None
-        recording.move(model, {key: t.untyped_storage() for key, t in zip(storages, self._file.tensors, strict=True)})
+        recording.move(
+            model,
+            {key: t.untyped_storage() for key, t in zip(storages, self._file.tensors, strict=True)},
+        )
 
 
 def contiguous_runs(model: torch.nn.Module, recording: Recording | None) -> dict[str, Tensor]:
     """Return the view of a parameter that each weight is copied to, without those that are
-    `Recording.sent_apart`.
-    Raises SyncError: naming the weights whose loaders do something else than copy them in one piece.
+    `Recording.sent_apart`. Raises SyncError: naming the weights whose loaders do something else
+    than copy them in one piece.
     """
     if recording is None or not recording.complete:
         raise SyncError(f"{type(model).__name__} re-processes its weights after loading, {_REMEDY}")
@@ -101,7 +119,9 @@ def contiguous_runs(model: torch.nn.Module, recording: Recording | None) -> dict
     if apart := first_names(
         [name for name in recording.weights if name not in runs and not recording.sent_apart(name)]
     ):
-        raise SyncError(f"{type(model).__name__} does not keep {apart} as sent and in one piece, {_REMEDY}")
+        raise SyncError(
+            f"{type(model).__name__} does not keep {apart} as sent and in one piece, {_REMEDY}"
+        )
     return runs
 
 
@@ -109,8 +129,8 @@ def _never_raising(method: Callable[P, WorkerOutcome | None]) -> Callable[P, Wor
     """Wrap a worker's method so that it always returns a `WorkerOutcome`, with the fields it
     returns itself.
 
-    When one of several workers raises, vLLM's executor takes the others' answers for those of the next call
-    (vllm/v1/executor/multiproc_executor.py, collective_rpc).
+    When one of several workers raises, vLLM's executor takes the others' answers for those of the
+    next call (vllm/v1/executor/multiproc_executor.py, collective_rpc).
     """
 
     @wraps(method)
@@ -126,8 +146,9 @@ def _never_raising(method: Callable[P, WorkerOutcome | None]) -> Callable[P, Wor
 
 
 class VllmInternalWorkerExtension:
-    """Methods that a vLLM worker gains. Their names must not exist on vLLM's worker already, which is asserted there
-    (vllm/v1/worker/worker_base.py, init_worker). Those that return an `WorkerOutcome` never raise.
+    """Methods that a vLLM worker gains. Their names must not exist on vLLM's worker already, which
+    is asserted there (vllm/v1/worker/worker_base.py, init_worker). Those that return an
+    `WorkerOutcome` never raise.
     """
 
     hotbunk_rank: ChannelCarrier | None = None
@@ -147,21 +168,24 @@ class VllmInternalWorkerExtension:
         return staging.device_id(self.device, self.rank)  # type: ignore[attr-defined]
 
     def hotbunk_connect(self, endpoints: dict[str, list[str]], reader: str = "staged") -> None:
-        """Connect to the rank on this worker's device.
-        `endpoints`: device id -> [address of the rank's socket, its secret].
-        `reader`: the worker's half of the transport: a key of `READERS`, or an import string of another `Buckets`.
+        """Connect to the rank on this worker's device. `endpoints`: device id -> [address of the
+        rank's socket, its secret]. `reader`: the worker's half of the transport: a key of
+        `READERS`, or an import string of another `Buckets`.
         """
         device_id = self.report_device_id()
         if device_id not in endpoints:
-            raise SyncError(f"no rank shares the device {device_id} of this worker; ranks are on {sorted(endpoints)}")
+            raise SyncError(
+                f"no rank shares the device {device_id} of this worker; ranks are on {sorted(endpoints)}"
+            )
         address, secret = endpoints[device_id]
         channel = connect(address, secret, device_id, os.getpid())
         buckets = (READERS.get(reader) or load(reader))(self)
         self.hotbunk_rank = ChannelCarrier(channel, buckets, "the trainer's rank", self.device)  # type: ignore[attr-defined]
 
     def update_weights_via_ipc_zmq(self, session: int | None, timeout_s: float) -> WorkerOutcome:
-        """Receive one weight update from this worker's rank; success and failure are reported to the rank, too.
-        `session`: the number that its messages carry; None: the next that begins, once the rank has heard of the call.
+        """Receive one weight update from this worker's rank; success and failure are reported to
+        the rank, too. `session`: the number that its messages carry; None: the next that begins,
+        once the rank has heard of the call.
         """
         if self.hotbunk_rank is None:
             return self._hotbunk_outcome("no rank to receive from: hotbunk_connect comes first")
@@ -189,8 +213,8 @@ class VllmInternalWorkerExtension:
 
     @_never_raising
     def hotbunk_take_routes(self, request: str) -> WorkerOutcome:
-        """`routes`: see `RouteRecorder.take`; of the group's first worker only, since all have the same.
-        `format`: layers, experts of a token in each, dtype.
+        """Return `routes`: see `RouteRecorder.take`; of the group's first worker only, since all
+        have the same. `format`: layers, experts of a token in each, dtype.
         """
         assert self.hotbunk_routes is not None, "routes are not recorded"
         rows = self.hotbunk_routes.take(request)
@@ -198,19 +222,28 @@ class VllmInternalWorkerExtension:
 
     @_never_raising
     def prepare_refit_info(self, info: Manifest) -> None:
-        """Fix the weights of every update from now on: checkpoint name -> [shape, dtype]. {} allows any again."""
+        """Fix the weights of every update from now on: checkpoint name -> [shape, dtype]. {} allows
+        any again.
+        """
         if info:
             check_manifest(info, None, engine_dtypes(self))
         self.hotbunk_promised = info or None
 
     @_never_raising
     def init_collective(
-        self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int = 1, timeout_s: float = 300.0
+        self,
+        rank_prefix: int,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int = 1,
+        timeout_s: float = 300.0,
     ) -> None:
-        """Join the group that a `CollectiveSender` at `ip:port` broadcasts weights in. Returns when all members have.
-        Joining a group that this worker is in already changes nothing; joining another one leaves the first.
-        `rank_prefix`: workers of the engines before this one. Workers stand behind the trainer's members: rank =
-        `train_world_size` + `rank_prefix` + rank in the engine.
+        """Join the group that a `CollectiveSender` at `ip:port` broadcasts weights in. Return when
+        all members have. Joining a group that this worker is in already changes nothing; joining
+        another one leaves the first. `rank_prefix`: workers of the engines before this one. Workers
+        stand behind the trainer's members: rank = `train_world_size` + `rank_prefix` + rank in the
+        engine.
         """
         place = Place(ip, port, world_size, train_world_size + rank_prefix + self.rank)  # type: ignore[attr-defined]
         if self.hotbunk_membership is None or not self.hotbunk_membership.stands(place):
@@ -231,9 +264,9 @@ class VllmInternalWorkerExtension:
     def init_weight_update_group(
         self, master_address: str, master_port: int | str, rank_offset: int, world_size: int
     ) -> WorkerOutcome:
-        """Begin to join a group in the background, as TorchRL's workers do; the first `update_weight` reports failures.
-        Rank 0 is a `stateless_init_process_group` or a `CollectiveSender`. This worker's rank is its rank in the
-        engine + `rank_offset`.
+        """Begin to join a group in the background, as TorchRL's workers do; the first
+        `update_weight` reports failures. Rank 0 is a `stateless_init_process_group` or a
+        `CollectiveSender`. This worker's rank is its rank in the engine + `rank_offset`.
         """
         port = int(master_port)
         joining = self.hotbunk_joining
@@ -251,9 +284,12 @@ class VllmInternalWorkerExtension:
 
     @_never_raising
     @torch.no_grad()
-    def update_weight(self, name: str, dtype_name: str, shape: list[int], timeout_s: float = 300.0) -> WorkerOutcome:
-        """Receive one weight that rank 0 of the group broadcasts now, and load it. `left`: the number yet to come.
-        The first begins an update of all weights of the model; an error ends it.
+    def update_weight(
+        self, name: str, dtype_name: str, shape: list[int], timeout_s: float = 300.0
+    ) -> WorkerOutcome:
+        """Receive one weight that rank 0 of the group broadcasts now, and load it. `left`: the
+        number yet to come. The first begins an update of all weights of the model; an error ends
+        it.
         """
         left: list[str] = []
         try:
@@ -261,12 +297,15 @@ class VllmInternalWorkerExtension:
             if self.hotbunk_membership is None:
                 raise RuntimeError(joined["error"] or "Weight update group not initialized")
             weight = torch.empty(list(shape), dtype=getattr(torch, dtype_name), device=self.device)  # type: ignore[attr-defined]
-            self.hotbunk_membership.group.broadcast(weight, f"broadcast of {name}")  # even if it is not wanted
+            # Even if it is not wanted
+            self.hotbunk_membership.group.broadcast(weight, f"broadcast of {name}")
             loader = self.hotbunk_by_weight = self.hotbunk_by_weight or self._hotbunk_begin_by_weight()
             try:
                 loader.load([(name, weight)])
             except SyncError as error:
-                raise SyncError(f"{error}; still to come: {first_names(loader.arrivals.missing())}") from error
+                raise SyncError(
+                    f"{error}; still to come: {first_names(loader.arrivals.missing())}"
+                ) from error
             left = loader.arrivals.missing()
             if not left:
                 loader.finish()
@@ -279,8 +318,12 @@ class VllmInternalWorkerExtension:
     def _hotbunk_begin_by_weight(self) -> WeightLoader:
         model = self.get_model()  # type: ignore[attr-defined]
         config = self.vllm_config  # type: ignore[attr-defined]
-        loader = WeightLoader(model, config, reprocessed_modules(model, _PLAIN_ON_CPU), self.hotbunk_recording)
-        loader.begin(self.hotbunk_promised or self.hotbunk_weights or own_checkpoint(config.model_config))
+        loader = WeightLoader(
+            model, config, reprocessed_modules(model, _PLAIN_ON_CPU), self.hotbunk_recording
+        )
+        loader.begin(
+            self.hotbunk_promised or self.hotbunk_weights or own_checkpoint(config.model_config)
+        )
         return loader
 
     def _hotbunk_end_by_weight(self) -> None:
@@ -296,16 +339,21 @@ class VllmInternalWorkerExtension:
     def load_weights_from_storage(
         self, storage_path: str, num_threads: int = 1, timeout_s: float = 300.0, verify: bool = True
     ) -> WorkerOutcome:
-        """Load the latest complete update that a `StorageWriter` has written to the folder `storage_path`.
-        `num_threads`: number of buckets that are read at the same time.
-        `verify`: read it again and compare, where weights are kept as they are sent; digests are always checked.
+        """Load the latest complete update that a `StorageWriter` has written to the folder
+        `storage_path`. `num_threads`: number of buckets that are read at the same time. `verify`:
+        read it again and compare, where weights are kept as they are sent; digests are always
+        checked.
         """
         device: torch.device = self.device  # type: ignore[attr-defined]
-        return self._hotbunk_receive(StorageCarrier(storage_path, device, timeout_s, verify, num_threads))
+        return self._hotbunk_receive(
+            StorageCarrier(storage_path, device, timeout_s, verify, num_threads)
+        )
 
     @_never_raising
     def hotbunk_check_storage(self, storage_path: str) -> None:
-        """Raise SyncError where `load_weights_from_storage` cannot load this folder; it touches no weight."""
+        """Raise SyncError where `load_weights_from_storage` cannot load this folder; it touches no
+        weight.
+        """
         weights = read_manifest(Path(storage_path))["weights"]
         check_manifest(weights, self.hotbunk_promised, engine_dtypes(self))
         expected = self.hotbunk_weights or own_checkpoint(self.vllm_config.model_config)  # type: ignore[attr-defined]
@@ -313,12 +361,13 @@ class VllmInternalWorkerExtension:
         misfits = [name for name in shared if weights[name][0] != expected[name][0]]
         if misfits or not shared:
             raise SyncError(
-                f"{storage_path} has weights of another model, such as {first_names(misfits or [*weights])}"
+                f"{storage_path} has weights of another model, such as "
+                f"{first_names(misfits or [*weights])}"
             )
 
     @_never_raising
     def hotbunk_model_metadata(self) -> WorkerOutcome:
-        """`weights`: checkpoint name -> [shape, dtype] of everything an update must bring.
+        """Return `weights`: checkpoint name -> [shape, dtype] of everything an update must bring.
         As the latest update brought it; before the first one, as the checkpoint has it.
         """
         return {"weights": self.hotbunk_weights or own_checkpoint(self.vllm_config.model_config)}  # type: ignore[attr-defined]
@@ -348,7 +397,9 @@ class VllmInternalWorkerExtension:
 
     @_never_raising
     def hotbunk_key_noise(self) -> None:
-        """Sample from now on with noise that depends on a request's seed and on the position alone."""
+        """Sample from now on with noise that depends on a request's seed and on the position
+        alone.
+        """
         key_noise(self.model_runner)  # type: ignore[attr-defined]
 
     def hotbunk_release_memory(self, weights: bool) -> None:
@@ -359,7 +410,9 @@ class VllmInternalWorkerExtension:
             release_weights(model, reprocessed_modules(model, _PLAIN_ON_CPU))
 
     def hotbunk_memory_bytes(self) -> int:
-        """Resident bytes of this process on CPU; bytes in use on the whole device on CUDA, whoever uses them."""
+        """Resident bytes of this process on CPU; bytes in use on the whole device on CUDA, whoever
+        uses them.
+        """
         if self.device.type == "cuda":  # type: ignore[attr-defined]
             free, total = torch.cuda.mem_get_info()
             return total - free
@@ -367,4 +420,8 @@ class VllmInternalWorkerExtension:
 
 
 def _tensors(nested: Any) -> list[Tensor]:
-    return [nested] if isinstance(nested, Tensor) else [tensor for item in nested for tensor in _tensors(item)]
+    return (
+        [nested]
+        if isinstance(nested, Tensor)
+        else [tensor for item in nested for tensor in _tensors(item)]
+    )

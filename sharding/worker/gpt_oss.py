@@ -1,5 +1,6 @@
-"""Weights of gpt-oss, whose `load_weights` in vLLM writes fused experts and sinks past the loaders of their parameters
-(vllm/model_executor/models/gpt_oss.py, _load_weights_other), so that a reload and a record would not see them.
+"""Weights of gpt-oss, whose `load_weights` in vLLM writes fused experts and sinks past the loaders
+of their parameters (vllm/model_executor/models/gpt_oss.py, _load_weights_other), so that a reload
+and a record would not see them.
 """
 
 import re
@@ -25,7 +26,12 @@ def through_loaders(model: Module, weights: NamedTensors) -> Iterator[tuple[str,
         if fused := re.fullmatch(r"(.+\.experts)\.(gate_up|down)_proj(_bias)?", name):
             part = ("w13" if fused[2] == "gate_up" else "w2") + (fused[3] or "_weight")
             yield from ((f"{fused[1]}.{number}.{part}", expert) for number, expert in enumerate(weight))
-        elif name.endswith(".sinks") and (sinks := model.get_parameter(name.replace(".self_attn.", ".attn."))).is_meta:
-            sinks.weight_loader(sinks, weight.chunk(weight.numel() // sinks.numel())[get_tensor_model_parallel_rank()])  # type: ignore[attr-defined]
+        elif (
+            name.endswith(".sinks")
+            and (sinks := model.get_parameter(name.replace(".self_attn.", ".attn."))).is_meta
+        ):
+            sinks.weight_loader(
+                sinks, weight.chunk(weight.numel() // sinks.numel())[get_tensor_model_parallel_rank()]
+            )  # type: ignore[attr-defined]
         else:
             yield name, weight

@@ -1,9 +1,11 @@
-"""Loading a stream of weights into a running vLLM model, so that all of it arrives or the culprit is named.
+"""Loading a stream of weights into a running vLLM model, so that all of it arrives or the culprit
+is named.
 
-Two ways, decided by module: in place through `model.load_weights`, recorded and replayed, where parameters still have
-the checkpoint's layout; or, where vLLM has changed them after loading (packed for oneDNN on CPU, experts shuffled,
-quantised, products of MLA's weights), through vLLM's layerwise reload
-(vllm/model_executor/model_loader/reload/layerwise.py), with remedies for what it leaves stale or unset.
+Two ways, decided by module: in place through `model.load_weights`, recorded and replayed, where
+parameters still have the checkpoint's layout; or, where vLLM has changed them after loading (packed
+for oneDNN on CPU, experts shuffled, quantised, products of MLA's weights), through vLLM's layerwise
+reload (vllm/model_executor/model_loader/reload/layerwise.py), with remedies for what it leaves
+stale or unset.
 """
 
 import bisect
@@ -19,19 +21,30 @@ import torch
 from torch.nn import Module
 from torch.nn.functional import linear
 from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from sharding.wire.channel import SyncError
 from sharding.wire.low_rank import Factors
 from sharding.wire.manifest import Manifest, NamedTensors, Part, checkpoint_manifest, first_names
 from sharding.worker.gpt_oss import has_own_loop, through_loaders
-from sharding.worker.recording import LoadWatcher, Recording, overlaps, parameter_storages, same_bits, storage_key
+from sharding.worker.recording import (
+    LoadWatcher,
+    Recording,
+    overlaps,
+    parameter_storages,
+    same_bits,
+    storage_key,
+)
 
 _PLAIN_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 
 # Kernels that compute with experts as they are loaded (`convert_to_unquantized_kernel_format` in
-# vllm/model_executor/layers/fused_moe/oracle/unquantized.py), besides ours; all others shuffle them.
+# vllm/model_executor/layers/fused_moe/oracle/unquantized.py), besides ours; all others shuffle
+# them.
 _PLAIN_EXPERTS = {"TRITON", "BATCHED_TRITON"}
 
 
@@ -63,22 +76,29 @@ def _keeps(method: Any) -> bool:
 
 
 def check_unpacked(model: Module, reprocessed: Sequence[Module]) -> None:
-    """Raise SyncError for a packed weight outside of the modules `reprocessed`: one that was to be written in place.
+    """Raise SyncError for a packed weight outside of the modules `reprocessed`: one that was to be
+    written in place.
 
-    vLLM notes a kernel that computes from a packed copy at the layer (vllm/model_executor/layers/utils.py).
+    vLLM notes a kernel that computes from a packed copy at the layer
+    (vllm/model_executor/layers/utils.py).
     """
     inside = {inner for module in reprocessed for inner in module.modules()}
     for name, module in model.named_modules():
-        packed = getattr(module, "cpu_linear", linear) is not linear or hasattr(module, "_cpu_unpacked_conv_weight")
+        packed = getattr(module, "cpu_linear", linear) is not linear or hasattr(
+            module, "_cpu_unpacked_conv_weight"
+        )
         if packed and module not in inside:
             raise SyncError(
-                f"{name}.weight is packed by this vLLM for this machine's CPU, although engine.plain_cpu_weights is "
-                "true, so that an update cannot be written into it: set engine.plain_cpu_weights to false"
+                f"{name}.weight is packed by this vLLM for this machine's CPU, although "
+                "engine.plain_cpu_weights is true, so that an update cannot be written into it: set "
+                "engine.plain_cpu_weights to false"
             )
 
 
 class Reload:
-    """One layerwise reload of some modules of a model, which keeps the weights it is given until they are complete."""
+    """One layerwise reload of some modules of a model, which keeps the weights it is given until
+    they are complete.
+    """
 
     def __init__(self, model: Module, modules: list[Module], config: VllmConfig) -> None:
         self._model = model
@@ -87,7 +107,9 @@ class Reload:
         self._begun = False
 
     def begin(self) -> None:
-        """Move the parameters to meta, where they stay until all weights of a module have arrived."""
+        """Move the parameters to meta, where they stay until all weights of a module have
+        arrived.
+        """
         if not self._modules:
             return
         if next(self._model.parameters()).device.type == "cpu":
@@ -106,7 +128,9 @@ class Reload:
         self._begun = True
 
     def finish(self) -> None:
-        """Load the weights that waited for others, and restore parameters that got none, so that none stays on meta."""
+        """Load the weights that waited for others, and restore parameters that got none, so that
+        none stays on meta.
+        """
         if not self._begun:
             return
         self._begun = False
@@ -131,9 +155,11 @@ class Reload:
             ids = {id(p) for p in parameters.values() if p is not None}
             if not info.can_load() or info.load_numel > 0:
                 loaded |= ids
-            elif info.load_numel_total and info.restore_metadata[0]:  # MLA's attention keeps only products
+            elif info.load_numel_total and info.restore_metadata[0]:
+                # MLA's attention keeps only products
                 missing[name] = ids
-        return [name for name, ids in missing.items() if not ids <= loaded]  # without parameters: nothing to miss
+        # Without parameters: nothing to miss
+        return [name for name, ids in missing.items() if not ids <= loaded]
 
     def _named(self) -> list[tuple[str, Module]]:
         inside = {inner for module in self._modules for inner in module.modules()}
@@ -141,8 +167,9 @@ class Reload:
 
 
 def _repack_tied(modules: list[Any]) -> None:
-    """Repack the weight of each module that shares it with an earlier one: on CPU a tied head keeps a packed copy
-    (vllm/model_executor/layers/vocab_parallel_embedding.py, process_weights_after_loading).
+    """Repack the weight of each module that shares it with an earlier one: on CPU a tied head keeps
+    a packed copy (vllm/model_executor/layers/vocab_parallel_embedding.py,
+    process_weights_after_loading).
     """
     owners: dict[int, Module] = {}
     for module in modules:
@@ -157,7 +184,8 @@ class Arrivals:
     def __init__(self, expected: Manifest) -> None:
         self._expected = expected
         self._arrived: set[str] = set()
-        self._parts: dict[str, list[tuple[int, int]]] = {}  # of weights that come in parts, which elements, in order
+        # Of weights that come in parts, which elements, in order
+        self._parts: dict[str, list[tuple[int, int]]] = {}
 
     def check_off(self, weights: NamedTensors) -> None:
         """Raise SyncError for a weight that was not announced as it is, or that came before."""
@@ -167,7 +195,9 @@ class Arrivals:
             if name in self._arrived or name in self._parts:
                 raise SyncError(f"{name} arrived a second time")
             self._arrived.add(name)
-            if (form := [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]) != self._expected[name]:
+            if (
+                form := [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+            ) != self._expected[name]:
                 raise SyncError(f"{name} arrived as {form} and was announced as {self._expected[name]}")
 
     def check_off_shared(self, names: list[str]) -> None:
@@ -184,7 +214,9 @@ class Arrivals:
             elements = math.prod(shape)
             if not 0 <= first < last <= elements or not (cast or str(values.dtype) == f"torch.{dtype}"):
                 was = f"{elements} of torch.{dtype} were announced"
-                raise SyncError(f"elements {first} to {last} of {name} arrived as {values.dtype}, and {was}")
+                raise SyncError(
+                    f"elements {first} to {last} of {name} arrived as {values.dtype}, and {was}"
+                )
             if name in self._arrived or overlaps(self._parts.setdefault(name, []), first, last):
                 raise SyncError(f"elements {first} to {last} of {name} arrived a second time")
             bisect.insort(self._parts[name], (first, last))
@@ -219,10 +251,10 @@ class Arrivals:
 
 
 class WeightLoader:
-    """One update of one worker's model: `load` per bucket, then `finish`; or `abort`, after which it can be loaded.
-    `plain`: every module is written in place.
-    `recording`: the loaders' copies in this update or an earlier one; None where nothing is recorded.
-    `left_out`: the weights that the model does without on purpose, known after `finish`. `arrivals`: those that came.
+    """One update of one worker's model: `load` per bucket, then `finish`; or `abort`, after which
+    it can be loaded. `plain`: every module is written in place. `recording`: the loaders' copies in
+    this update or an earlier one; None where nothing is recorded. `left_out`: the weights that the
+    model does without on purpose, known after `finish`. `arrivals`: those that came.
     """
 
     def __init__(
@@ -232,7 +264,7 @@ class WeightLoader:
         reprocessed: Sequence[torch.nn.Module] = (),
         recording: Recording | None = None,
     ) -> None:
-        """`reprocessed`: modules that are not written in place."""
+        """Return `reprocessed`: modules that are not written in place."""
         self.plain = not reprocessed
         self.recording = recording
         self.left_out: list[str] = []
@@ -244,8 +276,8 @@ class WeightLoader:
         self.arrivals = Arrivals({})
 
     def begin(self, weights: Manifest, replay: bool = True) -> None:
-        """Start an update that will bring exactly these weights; `replay` records the loaders' copies, or repeats them.
-        Weights that are re-processed after loading cannot be replayed.
+        """Start an update that will bring exactly these weights; `replay` records the loaders'
+        copies, or repeats them. Weights that are re-processed after loading cannot be replayed.
         Raises SyncError: as `check_unpacked`.
         """
         check_unpacked(self._model, self._reprocessed)
@@ -253,18 +285,20 @@ class WeightLoader:
         if self._model in self._reprocessed or not replay:
             self.recording = None
         elif self.recording is None or not self.recording.fits(self._model, weights):
-            self.recording = self._watcher.recording = Recording(weights, parameter_storages(self._model))
+            self.recording = self._watcher.recording = Recording(
+                weights, parameter_storages(self._model)
+            )
         self._reload.begin()
 
     def take_in_place(self) -> None:
-        """Note that the announced weights are in the model already, except `Recording.sent_apart` ones.
-        Its parameters are then the trainer's (`SharedWeights`).
-        Raises SyncError: they are no longer in the memory that was shared.
+        """Note that the announced weights are in the model already, except `Recording.sent_apart`
+        ones. Its parameters are then the trainer's (`SharedWeights`). Raises SyncError: they are no
+        longer in the memory that was shared.
         """
         if self.recording is None or not self.recording.complete:
             raise SyncError(
-                f"{type(self._model).__name__} has other parameters, or is sent other weights, than when its memory "
-                "was shared with the trainer"
+                f"{type(self._model).__name__} has other parameters, or is sent other weights, than "
+                "when its memory was shared with the trainer"
             )
         shared = [name for name in self.recording.weights if not self.recording.sent_apart(name)]
         self.arrivals.check_off_shared(shared)
@@ -273,7 +307,8 @@ class WeightLoader:
 
     def load(self, weights: NamedTensors) -> None:
         """Load some of the announced weights. When it returns, their memory may be overwritten.
-        Raises SyncError: a weight that was not announced as it is, that came before, or that the model refuses.
+        Raises SyncError: a weight that was not announced as it is, that came before, or that the
+        model refuses.
         """
         self.arrivals.check_off(weights)
         if self.recording is not None and self.recording.complete:  # what can be copied needs no loaders
@@ -297,8 +332,8 @@ class WeightLoader:
 
     def pull(self, parts: list[Part], added: dict[str, Callable[[], Factors]]) -> int:
         """Load parts, as `load_parts` does, from memory that has them in any dtype. Return their
-        bytes in the model's dtype.
-        `added`: weights of which parts of W come, and W + scale · B A is wanted, in the order of `parts`.
+        bytes in the model's dtype. `added`: weights of which parts of W come, and W + scale · B A
+        is wanted, in the order of `parts`.
         """
         self.arrivals.check_off_parts(parts, cast=True)
         nbytes = self._replay_parts([part for part in parts if part[0] not in added])
@@ -362,7 +397,9 @@ class WeightLoader:
             self._watcher.comparing = False
         different = self._watcher.different
         self._watcher.different = set()
-        return sorted(different | self._compare_changed([pair for pair in weights if pair[0] in changed]))
+        return sorted(
+            different | self._compare_changed([pair for pair in weights if pair[0] in changed])
+        )
 
     def _compare_changed(self, weights: NamedTensors) -> set[str]:
         """Return the weights for which loaders that change them would now make another value than
@@ -397,8 +434,8 @@ class WeightLoader:
             ) from error
 
     def finish(self) -> None:
-        """End the update: post-process where needed and account for every weight.
-        Raises SyncError: naming announced weights that nothing read, and parameters that were not written in full.
+        """End the update: post-process where needed and account for every weight. Raises SyncError:
+        naming announced weights that nothing read, and parameters that were not written in full.
         """
         if self.recording is not None and self.recording.complete:
             with self._watcher:
@@ -414,11 +451,14 @@ class WeightLoader:
             if parameter.numel() and parameter not in elsewhere and storage_key(parameter) not in written
         ]
         untouched += self._reload.untouched()
-        with self._watcher:  # modules with padding, such as a vocabulary of odd size, are loaded only now
+        with self._watcher:
+            # modules with padding, such as a vocabulary of odd size, are loaded only now
             self._reload.finish()
         complaints = self.arrivals.complaints(self._watcher.read.union(self.left_out))
         if untouched:
-            complaints.append(f"never sent, so the engine would keep old values: {first_names(untouched)}")
+            complaints.append(
+                f"never sent, so the engine would keep old values: {first_names(untouched)}"
+            )
         for entry in self._watcher.written.values():
             if entry.written < entry.elements:
                 complaints.append(
@@ -426,11 +466,14 @@ class WeightLoader:
                     f"{first_names(entry.sources)}: its other parts were not sent"
                 )
         if complaints:
-            raise SyncError(f"{type(self._model).__name__} is not completely updated: " + "; ".join(complaints))
+            raise SyncError(
+                f"{type(self._model).__name__} is not completely updated: " + "; ".join(complaints)
+            )
 
     def _leave_out(self, unread: list[str]) -> None:
-        """Note the weights that vLLM leaves out on purpose: unread ones of the engine's own checkpoint.
-        An encoder's layers behind the one whose features are used are such (vllm/model_executor/models/clip.py).
+        """Note the weights that vLLM leaves out on purpose: unread ones of the engine's own
+        checkpoint. An encoder's layers behind the one whose features are used are such
+        (vllm/model_executor/models/clip.py).
         """
         with suppress(SyncError, OSError, ValueError):  # the checkpoint may not be on this machine
             manifest = own_checkpoint(self._config.model_config) if unread else {}

@@ -1,4 +1,6 @@
-"""The worker's half of patches (`sharding.transports.delta`): buckets restored from this worker's own weights."""
+"""The worker's half of patches (`sharding.transports.delta`): buckets restored from this worker's
+own weights.
+"""
 
 from typing import Any
 
@@ -12,11 +14,14 @@ from sharding.worker.receiver import Buckets, parts_of, views_of
 class PatchedBuckets:
     """Buckets that may arrive as patches of their former content. See `Buckets`.
 
-    A worker keeps no copy of a bucket: it reads the former content back out of its weights, by its record.
+    A worker keeps no copy of a bucket: it reads the former content back out of its weights, by its
+    record.
     """
 
     def __init__(self, buckets: Buckets, worker: Any) -> None:
-        """`buckets`: get the patches, as they would the buckets in whose place these are sent."""
+        """Return `buckets`: get the patches, as they would the buckets in whose place these are
+        sent.
+        """
         self.ahead = buckets.ahead
         self.opened = buckets.opened
         self.closed = buckets.closed
@@ -32,7 +37,9 @@ class PatchedBuckets:
         return self._restored(received, message) if "patch" in message else received
 
     def _restored(self, patch: torch.Tensor, message: dict[str, Any]) -> torch.Tensor:
-        """Return a bucket's present content: its weights as this worker holds them, changed by a patch."""
+        """Return a bucket's present content: its weights as this worker holds them, changed by a
+        patch.
+        """
         recording = self._worker.hotbunk_recording
         if recording is None or not recording.complete:
             raise SyncError("a patch arrived, but this worker has no record of where weights are")
@@ -48,5 +55,7 @@ class PatchedBuckets:
 
 
 def _as_sent(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message of the bytes that travel: those of the bucket, or of the patch in its place."""
+    """Return the message of the bytes that travel: those of the bucket, or of the patch in its
+    place.
+    """
     return message | {"nbytes": message.get("patch", message["nbytes"])}

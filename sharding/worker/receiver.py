@@ -1,4 +1,6 @@
-"""The worker's half of an update, whatever carries it: messages read, buckets loaded, every weight accounted for."""
+"""The worker's half of an update, whatever carries it: messages read, buckets loaded, every weight
+accounted for.
+"""
 
 import gc
 import time
@@ -23,7 +25,9 @@ from sharding.worker.shards import MappedShards
 
 
 class Carrier(Protocol):
-    """The carrier of an update to this worker: its messages in order, and the memory of each bucket."""
+    """The carrier of an update to this worker: its messages in order, and the memory of each
+    bucket.
+    """
 
     def next(self) -> dict[str, Any]:
         """Return the next message: `begin`, `bucket`s and maybe a `pull`, or one `in_place`;
@@ -48,12 +52,12 @@ class Carrier(Protocol):
 
 @dataclass
 class UpdateOutcome:
-    """The outcome of an update on this worker; the extension returns it as a dictionary.
-    `error`: None when everything arrived and was accounted for; else what went wrong, and on which worker.
-    `nbytes`: of the weights, without padding.
-    `adapter`: the number of the LoRA adapter that came, not whole weights.
-    `left_out`: weights that the model takes nothing of, on purpose.
-    `unreplayable`: weights that went through vLLM's loaders, and always will, and why; None: they all did.
+    """The outcome of an update on this worker; the extension returns it as a dictionary. `error`:
+    None when everything arrived and was accounted for; else what went wrong, and on which worker.
+    `nbytes`: of the weights, without padding. `adapter`: the number of the LoRA adapter that came,
+    not whole weights. `left_out`: weights that the model takes nothing of, on purpose.
+    `unreplayable`: weights that went through vLLM's loaders, and always will, and why; None: they
+    all did.
     """
 
     error: str | None = None
@@ -67,7 +71,9 @@ class UpdateOutcome:
 
 
 class Receiver:
-    """Serves one update to one worker's model. See `Carrier.next` for the messages, of which every one is answered."""
+    """Serves one update to one worker's model. See `Carrier.next` for the messages, of which every
+    one is answered.
+    """
 
     def __init__(
         self,
@@ -86,14 +92,18 @@ class Receiver:
         self._loader: WeightLoader | AdapterLoader = self._new_loader(recording)
 
     def receive(self, carrier: Carrier) -> UpdateOutcome:
-        """Serve messages until the sender ends the update or something fails. Never raises, or leaves half a model."""
+        """Serve messages until the sender ends the update or something fails. Never raises, or
+        leaves half a model.
+        """
         start = time.perf_counter()
         try:
             while (message := carrier.next())["kind"] not in ("end", "abort"):
                 carrier.answer(**self._serve(carrier, message))
             self._loader.abort()  # nothing to give up after `finish`
             if message["kind"] == "abort":
-                self.outcome.error = f"the trainer broke the update off: {message.get('reason') or 'another failed'}"
+                self.outcome.error = (
+                    f"the trainer broke the update off: {message.get('reason') or 'another failed'}"
+                )
             carrier.leave(message)
         except Exception as error:
             self._loader.abort()
@@ -119,7 +129,9 @@ class Receiver:
                 self._pull(carrier, message)
             case "in_place":
                 if self._worker.hotbunk_shared is None or not isinstance(self._loader, WeightLoader):
-                    raise SyncError("weights were announced as shared, but this worker shares none with the trainer")
+                    raise SyncError(
+                        "weights were announced as shared, but this worker shares none with the trainer"
+                    )
                 self._loader.take_in_place()
             case "finish":
                 self._loader.finish()
@@ -136,7 +148,9 @@ class Receiver:
         return answer
 
     def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
-        self.weights = {name: [list(shape), dtype] for name, (shape, dtype) in message["weights"].items()}
+        self.weights = {
+            name: [list(shape), dtype] for name, (shape, dtype) in message["weights"].items()
+        }
         check_manifest(self.weights, self._promised, engine_dtypes(self._worker))
         self._loader = self._new_loader(self._loader.recording)
         self.outcome.nbytes = 0
@@ -149,7 +163,9 @@ class Receiver:
         self._verify = message.get("verify") or {"weights": []}
         recording = self._loader.recording
         if recording is not None and recording.complete:
-            self._sealed = {n: recording.sealed[n] for n in self._verify["weights"] if recording.replayable(n)}
+            self._sealed = {
+                n: recording.sealed[n] for n in self._verify["weights"] if recording.replayable(n)
+            }
         unsplit = self._loader.whole()
         records = recording is not None and unsplit is None
         views = {name: [view for view, _ in copies] for name, copies in self._sealed.items()}
@@ -158,7 +174,9 @@ class Receiver:
     def _load(self, buffer: torch.Tensor, message: dict[str, Any]) -> None:
         weights = views_of(buffer, message)
         parts = parts_of(buffer, message)
-        self.outcome.nbytes += sum(w.nbytes for _, w in weights) + sum(values.nbytes for _, _, values in parts)
+        self.outcome.nbytes += sum(w.nbytes for _, w in weights) + sum(
+            values.nbytes for _, _, values in parts
+        )
         self._loader.load(weights)
         if parts:
             self._loader.load_parts(parts)
@@ -187,7 +205,9 @@ def views_of(buffer: torch.Tensor, message: dict[str, Any]) -> NamedTensors:
 def parts_of(buffer: torch.Tensor, message: dict[str, Any]) -> list[Part]:
     """Return the parts of weights in a bucket, as views of its memory."""
     stretches = message.get("stretches", [])
-    return [(name, first, _elements(buffer, dtype, at, count)) for name, dtype, first, count, at in stretches]
+    return [
+        (name, first, _elements(buffer, dtype, at, count)) for name, dtype, first, count, at in stretches
+    ]
 
 
 def _elements(buffer: torch.Tensor, dtype_name: str, offset: int, count: int) -> torch.Tensor:
@@ -201,14 +221,16 @@ def engine_dtypes(worker: Any) -> list[str]:
     one it computes in.
     """
     kept = {parameter.dtype for parameter in worker.get_model().parameters()}
-    return [str(dtype).removeprefix("torch.") for dtype in (worker.vllm_config.model_config.dtype, *kept)]
+    return [
+        str(dtype).removeprefix("torch.") for dtype in (worker.vllm_config.model_config.dtype, *kept)
+    ]
 
 
 class Buckets(Protocol):
-    """The worker's half of a transport (`sharding.transports.base`), which finds the bytes of buckets.
-    It is made with the vLLM worker.
-    `ahead`: bytes of the next bucket may come while one is loaded, so its message is read as soon as it is there.
-    `opened`, `closed`: how often memory was mapped and let go; equal between syncs that release it.
+    """The worker's half of a transport (`sharding.transports.base`), which finds the bytes of
+    buckets. It is made with the vLLM worker. `ahead`: bytes of the next bucket may come while one
+    is loaded, so its message is read as soon as it is there. `opened`, `closed`: how often memory
+    was mapped and let go; equal between syncs that release it.
     """
 
     ahead: bool
@@ -226,7 +248,9 @@ class Buckets(Protocol):
 
 
 class StagedBuckets:
-    """Buckets in memory of the rank on the same device, mapped once until `close`. See `Buckets`."""
+    """Buckets in memory of the rank on the same device, mapped once until `close`. See
+    `Buckets`.
+    """
 
     ahead = False
 
@@ -260,12 +284,18 @@ class StagedBuckets:
 
 
 class ChannelCarrier:
-    """A `Carrier` whose messages come over a channel and are answered there, and whose buckets come their own way."""
+    """A `Carrier` whose messages come over a channel and are answered there, and whose buckets come
+    their own way.
+    """
 
     def __init__(
-        self, channel: MessageLine, buckets: Buckets, waiting_for: str, device: torch.device | None = None
+        self,
+        channel: MessageLine,
+        buckets: Buckets,
+        waiting_for: str,
+        device: torch.device | None = None,
     ) -> None:
-        """`waiting_for` names the sender in the error of a wait that has been too long."""
+        """Return `waiting_for` names the sender in the error of a wait that has been too long."""
         self._channel = channel
         self._buckets = buckets
         self._waiting_for = f"message from {waiting_for}"
@@ -276,7 +306,9 @@ class ChannelCarrier:
         self._ahead: deque[dict[str, Any]] = deque()
 
     def start(self, session: int | None, timeout: float) -> None:
-        """Expect the messages of `session`, or of any new one; silence for `timeout` seconds is a failure."""
+        """Expect the messages of `session`, or of any new one; silence for `timeout` seconds is a
+        failure.
+        """
         self._over = self._session
         self._session = session
         self._timeout = timeout
@@ -294,7 +326,8 @@ class ChannelCarrier:
             message = self._channel.receive(self._timeout, self._waiting_for)
             if self._session is None and message["session"] != self._over:
                 self._session = message["session"]
-            if message["session"] == self._session:  # older ones are left over from an update that broke off
+            if message["session"] == self._session:
+                # older ones are left over from an update that broke off
                 break
         if "stamp" in message:
             self._buckets.expect(message)
@@ -311,7 +344,9 @@ class ChannelCarrier:
 
     def leave(self, message: dict[str, Any]) -> None:
         if message.get("close", True):
-            self._buckets.close("the trainer broke the update off" if message["kind"] == "abort" else None)
+            self._buckets.close(
+                "the trainer broke the update off" if message["kind"] == "abort" else None
+            )
         if message["kind"] == "abort":
             self.shards.close()
         self.answer(opened=self._buckets.opened, closed=self._buckets.closed, left=True)
@@ -321,7 +356,8 @@ class ChannelCarrier:
         reason = f"{type(error).__name__}: {error}"
         cause: BaseException | None = error
         while cause is not None:
-            traceback.clear_frames(cause.__traceback__)  # they hold views of the memory, which would stay mapped
+            # They hold views of the memory, which would stay mapped
+            traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
         self._buckets.close(reason)
         self.shards.close()

@@ -1,15 +1,18 @@
-"""Record and replay: the copies that vLLM's loaders made in one update, repeated without the loaders.
+"""Record and replay: the copies that vLLM's loaders made in one update, repeated without the
+loaders.
 
-A loader finds out, weight by weight and at every sync, where a weight belongs: it splits fused projections, takes a
-tensor-parallel rank's slice, pads vocabularies, and in the end copies a view of the weight into a view of a parameter.
-Those views do not change between syncs. So the first update goes through the loaders while a `LoadWatcher` notes every
-copy; later ones are one multi-tensor copy a bucket. Two other ways were weighed: a table of rules for each architecture
-(what peers' resharding does; it has to be kept up with vLLM, and errs silently), and asking the loaders for their
-plan (they have none). A weight whose loader computes something, rather than copying, is always left to its loader.
+A loader finds out, weight by weight and at every sync, where a weight belongs: it splits fused
+projections, takes a tensor-parallel rank's slice, pads vocabularies, and in the end copies a view
+of the weight into a view of a parameter. Those views do not change between syncs. So the first
+update goes through the loaders while a `LoadWatcher` notes every copy; later ones are one
+multi-tensor copy a bucket. Two other ways were weighed: a table of rules for each architecture
+(what peers' resharding does; it has to be kept up with vLLM, and errs silently), and asking the
+loaders for their plan (they have none). A weight whose loader computes something, rather than
+copying, is always left to its loader.
 
-`LoadWatcher` knows no model. Every loader ends in `copy_`, which a dispatch mode sees. From the copies follows whether
-each weight was read and each parameter written in full, on every worker and on every sync; and, by comparing instead of
-copying, whether the engine holds the trainer's weights.
+`LoadWatcher` knows no model. Every loader ends in `copy_`, which a dispatch mode sees. From the
+copies follows whether each weight was read and each parameter written in full, on every worker and
+on every sync; and, by comparing instead of copying, whether the engine holds the trainer's weights.
 """
 
 import bisect
@@ -40,9 +43,9 @@ def storage_key(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class RecordedCopy:
-    """A view of a weight that goes into a view of a parameter.
-    `offset`: of the view's first element from the weight's, in elements.
-    `shape`, `stride`: of the view, which has the target's shape; dimensions in the order of the weight's memory.
+    """A view of a weight that goes into a view of a parameter. `offset`: of the view's first
+    element from the weight's, in elements. `shape`, `stride`: of the view, which has the target's
+    shape; dimensions in the order of the weight's memory.
     """
 
     offset: int
@@ -60,8 +63,9 @@ class RecordedCopy:
         """Return the parts of it that read the weight's elements [first, last), with offsets from
         the first of them.
 
-        Of a copy of a weight [4, 6], elements [3, 14) are the last three of row 0, row 1 whole, and two of row 2.
-        Rows that lie inside stay together; of those that only begin or end there, the inner dimensions are looked at.
+        Of a copy of a weight [4, 6], elements [3, 14) are the last three of row 0, row 1 whole, and
+        two of row 2. Rows that lie inside stay together; of those that only begin or end there, the
+        inner dimensions are looked at.
         """
         if not self.shape:
             if first <= self.offset < last:
@@ -70,17 +74,24 @@ class RecordedCopy:
         touched, inside = _rows_within((self.offset, self.shape, self.stride), first, last)
         for row in (row for row in touched if row not in inside):
             offset = self.offset + row * self.stride[0]
-            yield from RecordedCopy(offset, self.shape[1:], self.stride[1:], self.target[row]).within(first, last)
+            yield from RecordedCopy(offset, self.shape[1:], self.stride[1:], self.target[row]).within(
+                first, last
+            )
         if inside:
             offset = self.offset + inside.start * self.stride[0] - first
             yield RecordedCopy(
-                offset, (len(inside), *self.shape[1:]), self.stride, self.target[inside.start : inside.stop]
+                offset,
+                (len(inside), *self.shape[1:]),
+                self.stride,
+                self.target[inside.start : inside.stop],
             )
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The place of a weight when its loader got it; numbers only, so that staging memory is not kept alive."""
+    """The place of a weight when its loader got it; numbers only, so that staging memory is not
+    kept alive.
+    """
 
     storage: int
     offset: int
@@ -89,19 +100,18 @@ class Origin:
 
 @dataclass
 class Recording:
-    """The loaders' copies, by weight; complete after one update, and valid as long as the parameters' memory is.
+    """The loaders' copies, by weight; complete after one update, and valid as long as the
+    parameters' memory is.
 
-    Attributes:
-        weights: the manifest of the update; an update of other weights has to be recorded anew.
-        parameters: the memory that can be written, see `parameter_storages`.
-        elements: of each weight that was copied.
-        copies: weight -> its copies.
-        fills: views of parameters that a loader filled with one number, and the number: padding.
-        unreplayable: weights that cannot be replayed, and why.
-        parts: the copies for a part of a weight, by the weight, its first element and how many elements there are.
-        sealed: weight -> the view and the target of each copy, as the loaders made them: a second account of
-            `copies`, by which a copy changed later is detected.
-        complete: an update went through, and its copies and fills cover every parameter.
+    Attributes: weights: the manifest of the update; an update of other weights has to be recorded
+        anew. parameters: the memory that can be written, see `parameter_storages`. elements: of
+        each weight that was copied. copies: weight -> its copies. fills: views of parameters that a
+        loader filled with one number, and the number: padding. unreplayable: weights that cannot be
+        replayed, and why. parts: the copies for a part of a weight, by the weight, its first
+        element and how many elements there are. sealed: weight -> the view and the target of each
+        copy, as the loaders made them: a second account of `copies`, by which a copy changed later
+        is detected. complete: an update went through, and its copies and fills cover every
+        parameter.
     """
 
     weights: Manifest
@@ -130,7 +140,8 @@ class Recording:
         else:
             view = source.expand(target.shape)
             offset = int(source.storage_offset()) - weight.offset
-            order = sorted(range(view.dim()), key=view.stride, reverse=True)  # as the weight lies in memory
+            # As the weight lies in memory
+            order = sorted(range(view.dim()), key=view.stride, reverse=True)
             view = view.permute(order)
             copy = RecordedCopy(offset, tuple(view.shape), view.stride(), target.detach().permute(order))
             self.copies.setdefault(name, []).append(copy)
@@ -155,8 +166,8 @@ class Recording:
         """Return the contiguous view of a parameter that holds a weight, all of it and as it is
         sent; None: there is none.
 
-        It may have been copied in pieces, one behind the other on both sides, as the queries, keys and values are of an
-        encoder whose checkpoint has them in one.
+        It may have been copied in pieces, one behind the other on both sides, as the queries, keys
+        and values are of an encoder whose checkpoint has them in one.
         """
         copies = sorted(self.copies[name], key=lambda copy: copy.offset) if self.replayable(name) else []
         if not copies:
@@ -173,7 +184,9 @@ class Recording:
         return first.as_strided((read,), (1,)) if read == math.prod(self.weights[name][0]) else None
 
     def leave_out(self, names: list[str]) -> list[str]:
-        """Note that the model takes nothing of these weights; returns all that it takes nothing of."""
+        """Note that the model takes nothing of these weights; returns all that it takes nothing
+        of.
+        """
         for name in names:
             self.copies[name] = []
             self.sealed[name] = []
@@ -184,12 +197,20 @@ class Recording:
         return [copy.target for copy in self.copies[name]]
 
     def replay(self, weights: NamedTensors) -> None:
-        """Make the recorded copies of these weights, all of which are replayable, wherever they lie now."""
-        _copy_all([(copy.target, copy.source(weight)) for name, weight in weights for copy in self.copies[name]])
+        """Make the recorded copies of these weights, all of which are replayable, wherever they lie
+        now.
+        """
+        _copy_all(
+            [
+                (copy.target, copy.source(weight))
+                for name, weight in weights
+                for copy in self.copies[name]
+            ]
+        )
 
     def replay_parts(self, parts: list[Part]) -> list[list[Tensor]]:
-        """Replay the copies of elements of weights, cast if they come in another dtype. Returns the views written for
-        each part. The copies that belong to a part are worked out once.
+        """Replay the copies of elements of weights, cast if they come in another dtype. Return the
+        views written for each part. The copies that belong to a part are worked out once.
         """
         by_part = [self._copies_within(name, first, values.numel()) for name, first, values in parts]
         pairs = zip(by_part, (values for _, _, values in parts), strict=True)
@@ -197,14 +218,22 @@ class Recording:
         return [[copy.target for copy in copies] for copies in by_part]
 
     def recall(self, weights: NamedTensors, parts: list[Part]) -> None:
-        """Make the copies of `replay` and `replay_parts` the other way round: into weights, out of the parameters.
-        Weights that are not replayable stay as they are.
+        """Make the copies of `replay` and `replay_parts` the other way round: into weights, out of
+        the parameters. Weights that are not replayable stay as they are.
         """
-        copies = [(copy, weight) for name, weight in weights if self.replayable(name) for copy in self.copies[name]]
-        copies += [(c, v) for name, first, v in parts for c in self._copies_within(name, first, v.numel())]
+        copies = [
+            (copy, weight)
+            for name, weight in weights
+            if self.replayable(name)
+            for copy in self.copies[name]
+        ]
+        copies += [
+            (c, v) for name, first, v in parts for c in self._copies_within(name, first, v.numel())
+        ]
         pairs = []
         for copy, weight in copies:
-            once = tuple(slice(1) if step == 0 else slice(None) for step in copy.stride)  # an expanded dimension, once
+            # An expanded dimension, once
+            once = tuple(slice(1) if step == 0 else slice(None) for step in copy.stride)
             pairs.append((copy.source(weight)[once], copy.target[once]))
         _copy_all(pairs)
 
@@ -215,7 +244,9 @@ class Recording:
     def _copies_within(self, name: str, first: int, count: int) -> list[RecordedCopy]:
         key = (name, first, count)
         if key not in self.parts:
-            self.parts[key] = [part for copy in self.copies[name] for part in copy.within(first, first + count)]
+            self.parts[key] = [
+                part for copy in self.copies[name] for part in copy.within(first, first + count)
+            ]
         return self.parts[key]
 
     def refill(self) -> None:
@@ -250,10 +281,13 @@ class Recording:
 
     def check(self, complete: bool) -> None:
         """End the recording, and leave weights whose copies do not add up to their loaders.
-        `complete`: every element of every weight has to be read, too; a tensor-parallel rank reads only its part.
+        `complete`: every element of every weight has to be read, too; a tensor-parallel rank reads
+        only its part.
         """
         for name, copies in self.copies.items():
-            if complete and not _covers_once([(c.offset, c.shape, c.stride) for c in copies], self.elements[name]):
+            if complete and not _covers_once(
+                [(c.offset, c.shape, c.stride) for c in copies], self.elements[name]
+            ):
                 self.unreplayable.setdefault(name, "its elements are not each read once")
         self._check_targets()
         for name, copies in self.copies.items():
@@ -304,11 +338,13 @@ def parameter_storages(model: torch.nn.Module) -> frozenset[int]:
 
 
 def _covers_once(views: list[View], elements: int) -> bool:
-    """Return True if the views hold each of `elements` elements exactly once.
-    Counted in cells as large as all offsets and contiguous runs allow: a cell is mostly a row or more.
+    """Return True if the views hold each of `elements` elements exactly once. Counted in cells as
+    large as all offsets and contiguous runs allow: a cell is mostly a row or more.
     """
     runs = [_runs(view) for view in views if math.prod(view[1])]
-    cell = math.gcd(elements, *(n for offset, shape, stride in runs for n in (offset, shape[-1], *stride[:-1])))
+    cell = math.gcd(
+        elements, *(n for offset, shape, stride in runs for n in (offset, shape[-1], *stride[:-1]))
+    )
     count = torch.zeros(elements // max(cell, 1), dtype=torch.int32)
     for offset, shape, stride in runs:
         last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
@@ -320,7 +356,9 @@ def _covers_once(views: list[View], elements: int) -> bool:
 
 
 def _runs(view: View) -> View:
-    """Return a view of the same elements with the contiguous ones in the last dimension, whose stride is 1."""
+    """Return a view of the same elements with the contiguous ones in the last dimension, whose
+    stride is 1.
+    """
     offset, shape, stride = view
     dimensions = sorted(((s, n) for n, s in zip(shape, stride, strict=True) if n > 1), reverse=True)
     run = 1
@@ -335,7 +373,9 @@ _Range = tuple[int, int, str, StorageWeakRef]  # first address, address behind t
 
 @dataclass
 class Written:
-    """The number of elements of one storage that the loaders have written, and the weights they came from."""
+    """The number of elements of one storage that the loaders have written, and the weights they
+    came from.
+    """
 
     elements: int
     written: int = 0
@@ -344,15 +384,15 @@ class Written:
 
 
 class LoadWatcher(TorchDispatchMode):
-    """An observer of the copies that loaders make, inside its `with` block, of the weights announced to `expect`.
+    """An observer of the copies that loaders make, inside its `with` block, of the weights
+    announced to `expect`.
 
-    Attributes:
-        read: names of weights that were copied somewhere.
-        written: the elements written, by storage.
-        recording: where copies and fills are noted down, if anywhere.
-        comparing: copies are not made but compared with the present values; differences are in `different`.
-        changed: names of weights whose loader changes the parameter after it has copied the weight, as vLLM does to
-            keep -exp(A_log) (`composed_weight_loader` in vllm/model_executor/model_loader/weight_utils.py).
+    Attributes: read: names of weights that were copied somewhere. written: the elements written, by
+        storage. recording: where copies and fills are noted down, if anywhere. comparing: copies
+        are not made but compared with the present values; differences are in `different`. changed:
+        names of weights whose loader changes the parameter after it has copied the weight, as vLLM
+        does to keep -exp(A_log) (`composed_weight_loader` in
+        vllm/model_executor/model_loader/weight_utils.py).
     """
 
     def __init__(self) -> None:
@@ -365,21 +405,28 @@ class LoadWatcher(TorchDispatchMode):
         self.changed: set[str] = set()
         self._origins: dict[str, Origin] = {}  # of the weights being loaded
         self._ranges: list[_Range] = []  # their addresses, sorted
-        self._derived: dict[int, tuple[str, Any]] = {}  # storages computed from a weight, such as a cast of it
+        # Storages computed from a weight, such as a cast of it
+        self._derived: dict[int, tuple[str, Any]] = {}
 
     def expect(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Announce weights about to be loaded; earlier ones whose memory they took over are forgotten.
+        """Announce weights about to be loaded; earlier ones whose memory they took over are
+        forgotten.
 
-        So are those whose memory is given back meanwhile: it may soon hold a loader's results for other weights.
+        So are those whose memory is given back meanwhile: it may soon hold a loader's results for
+        other weights.
         """
-        self._origins = {n: Origin(storage_key(t), int(t.storage_offset()), t.numel()) for n, t in tensors}
+        self._origins = {
+            n: Origin(storage_key(t), int(t.storage_offset()), t.numel()) for n, t in tensors
+        }
         fresh = [
             (t.data_ptr(), t.data_ptr() + t.nbytes, name, StorageWeakRef(t.untyped_storage()))
             for name, t in tensors
             if t.numel()
         ]
         fresh.sort(key=itemgetter(0, 1, 2))
-        self._ranges = sorted([r for r in self._ranges if not overlaps(fresh, *r[:2])] + fresh, key=itemgetter(0, 1, 2))
+        self._ranges = sorted(
+            [r for r in self._ranges if not overlaps(fresh, *r[:2])] + fresh, key=itemgetter(0, 1, 2)
+        )
 
     def note_replayed(self, name: str, targets: Iterable[torch.Tensor]) -> None:
         """Note that a weight was copied to these targets without its loader."""
@@ -404,7 +451,9 @@ class LoadWatcher(TorchDispatchMode):
         _, last, name, memory = self._ranges[at]
         return name if tensor.data_ptr() < last and not memory.expired() else None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.copy_.default and (name := self.source_name(args[1])) is not None:
             return self._copy(func, args[0], args[1], name)
         result = func(*args, **(kwargs or {}))
@@ -437,7 +486,8 @@ class LoadWatcher(TorchDispatchMode):
             return
         if (entry := self.written.get(storage_key(target))) is None:
             if name is None:
-                return  # only the padding behind a loaded weight counts, and loaders fill it after the copy
+                # Only the padding behind a loaded weight counts, and loaders fill it after the copy
+                return
             entry = Written(storage.nbytes() // target.element_size(), reference=StorageWeakRef(storage))
             self.written[storage_key(target)] = entry
         entry.written += target.numel()
@@ -476,7 +526,9 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     Aligned memory is compared by words of 8 bytes: several times as fast as bfloat16, and NaN
     equals NaN.
     """
-    words = [t for t in (first, second) if t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0]
+    words = [
+        t for t in (first, second) if t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0
+    ]
     if len(words) == 2:
         first, second = (t.view(-1).view(torch.int64) for t in words)
     return torch.equal(first, second)

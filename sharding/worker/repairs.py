@@ -55,7 +55,9 @@ def keep_scalars_of_xielu() -> None:
 
 
 def keep_bias_of_head() -> None:
-    """Keep the head's bias, which vLLM's models by Transformers' code (Phi) replace at every load."""
+    """Keep the head's bias, which vLLM's models by Transformers' code (Phi) replace at every
+    load.
+    """
     register = ParallelLMHead._register_bias
 
     @wraps(register)

@@ -15,7 +15,9 @@ from sharding.wire.staging import open_memory, stamped
 
 
 class MappedShards:
-    """Memory of ranks (`sharding.transports.pull.Export`), mapped from the first update that reads it until `close`."""
+    """Memory of ranks (`sharding.transports.pull.Export`), mapped from the first update that reads
+    it until `close`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -25,8 +27,9 @@ class MappedShards:
         self._parts: list[Part] = []
 
     def parts(self, message: dict[str, Any]) -> list[Part]:
-        """Return the ranks' parts of each weight: views of their memory, in the dtypes kept there (`Pull.message`).
-        Raises SyncError: memory is gone, or does not bear the stamp that was announced.
+        """Return the ranks' parts of each weight: views of their memory, in the dtypes kept there
+        (`Pull.message`). Raises SyncError: memory is gone, or does not bear the stamp that was
+        announced.
         """
         handles = [source["handle"] for source in message["sources"]]
         if handles != self._handles:
@@ -43,10 +46,14 @@ class MappedShards:
         try:
             return open_memory(source["handle"], self._device)
         except (OSError, RuntimeError) as error:
-            raise SyncError(f"rank {source['rank']}'s shards are not there to be mapped any more: {error}") from error
+            raise SyncError(
+                f"rank {source['rank']}'s shards are not there to be mapped any more: {error}"
+            ) from error
 
     def factors(self, message: dict[str, Any]) -> dict[str, Callable[[], Factors]]:
-        """Return for each weight with an adapter a function that puts its factors together; call `parts` first."""
+        """Return for each weight with an adapter a function that puts its factors together; call
+        `parts` first.
+        """
         return {name: partial(self._factors, *adapter) for name, *adapter in message["added"]}
 
     def _factors(self, scale: float, b: list[Any], a: list[Any]) -> Factors:
@@ -63,17 +70,25 @@ class MappedShards:
         return factor
 
     def check(self, message: dict[str, Any], complaint: str) -> None:
-        """Raise SyncError, with the `complaint`, where a stamp is not the one that was announced."""
+        """Raise SyncError, with the `complaint`, where a stamp is not the one that was
+        announced.
+        """
         for source, memory in zip(message["sources"], self._memory, strict=True):
             if (number := stamped(memory[-1])) != source["stamp"]:
                 bears = f"(it bears the stamp {number}, not {source['stamp']})"
-                raise SyncError(f"what this worker maps of rank {source['rank']}'s shards {complaint} {bears}")
+                raise SyncError(
+                    f"what this worker maps of rank {source['rank']}'s shards {complaint} {bears}"
+                )
 
-    def _part(self, name: str, dtype: str, first: int, count: int, source: int, storage: int, at: int) -> Part:
+    def _part(
+        self, name: str, dtype: str, first: int, count: int, source: int, storage: int, at: int
+    ) -> Part:
         kind = getattr(torch, dtype)
         memory = self._memory[source][storage]
         if at + count * kind.itemsize > memory.nbytes:
-            raise SyncError(f"elements {first} to {first + count} of {name} lie behind the end of a rank's shard")
+            raise SyncError(
+                f"elements {first} to {first + count} of {name} lie behind the end of a rank's shard"
+            )
         return name, first, memory[at : at + count * kind.itemsize].view(kind)
 
     def close(self) -> None:

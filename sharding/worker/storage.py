@@ -1,11 +1,13 @@
-"""A folder of weights, as its writer and its readers see it, and the worker's half of weights that come through one.
+"""A folder of weights, as its writer and its readers see it, and the worker's half of weights that
+come through one.
 
     folder/slot-0, slot-1     the weights themselves, bucket behind bucket
     folder/manifest.json      names the slot that is complete, with every weight's place and every bucket's digest
 
-A writer, of this run or of any other, only writes the slot that the manifest does not name, once the last reader has
-left it, and replaces the manifest last, in one step. So a reader finds a complete update or the one before it, and
-never half of either. The writer is `sharding.remote.storage`.
+A writer, of this run or of any other, only writes the slot that the manifest does not name, once
+the last reader has left it, and replaces the manifest last, in one step. So a reader finds a
+complete update or the one before it, and never half of either. The writer is
+`sharding.remote.storage`.
 """
 
 import fcntl
@@ -43,8 +45,8 @@ def locked_slot(
 ) -> tuple[dict[str, Any], int]:
     """Open and lock the slot that `choose` names, and choose again if it names another by then.
 
-    Returns what `choose` gave and a descriptor of its `slot`, opened with these flags and locked to read or to write.
-    Raises TimeoutError: when others hold it for `timeout` seconds.
+    Returns what `choose` gave and a descriptor of its `slot`, opened with these flags and locked to
+    read or to write. Raises TimeoutError: when others hold it for `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     reads = flags == os.O_RDONLY
@@ -88,14 +90,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise SyncError(f"{folder} holds no complete weights: {MANIFEST} is missing") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise SyncError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("slot") not in SLOTS:
+    if (
+        not isinstance(content, dict)
+        or content.get("format") != FORMAT
+        or content.get("slot") not in SLOTS
+    ):
         raise SyncError(f"{path} is not a manifest of this kind of weights folder (format {FORMAT})")
     return content
 
 
 class StorageBuckets:
-    """Buckets in a file, `threads` of them read at a time, from when they are announced, while one is loaded. See
-    `Buckets`.
+    """Buckets in a file, `threads` of them read at a time, from when they are announced, while one
+    is loaded. See `Buckets`.
     """
 
     ahead = True
@@ -121,7 +127,9 @@ class StorageBuckets:
         try:
             read = self._reading[0].result(message["timeout_s"]).to(self._device)
         except TimeoutError:
-            raise TimeoutError(f"bucket {message['number']} was not read within {message['timeout_s']:.0f} s") from None
+            raise TimeoutError(
+                f"bucket {message['number']} was not read within {message['timeout_s']:.0f} s"
+            ) from None
         self._reading.popleft()
         return read
 
@@ -161,9 +169,11 @@ def _read(message: dict[str, Any], memory: torch.Tensor) -> torch.Tensor:
 class StorageCarrier:
     """The current slot of a folder as a sequence of messages that nobody sends. See `Carrier`."""
 
-    def __init__(self, folder: str, device: torch.device, timeout: float, verify: bool, threads: int = 1) -> None:
-        """`verify` reads everything a second time, for comparison, where weights can be compared; so many `threads`
-        read at a time.
+    def __init__(
+        self, folder: str, device: torch.device, timeout: float, verify: bool, threads: int = 1
+    ) -> None:
+        """Return `verify` reads everything a second time, for comparison, where weights can be
+        compared; so many `threads` read at a time.
         """
         self._folder = Path(folder)
         self._timeout = timeout
@@ -179,7 +189,8 @@ class StorageCarrier:
 
     def _update(self) -> Generator[dict[str, Any], None, None]:
         read = partial(read_manifest, self._folder)
-        self._manifest, self._fd = locked_slot(self._folder, read, os.O_RDONLY, self._timeout)  # keeps writers out
+        # Keeps writers out
+        self._manifest, self._fd = locked_slot(self._folder, read, os.O_RDONLY, self._timeout)
         yield {"kind": "begin", **{key: self._manifest[key] for key in ("weights", "version")}}
         yield from self._announced("bucket")
         yield {"kind": "finish"}
@@ -189,10 +200,20 @@ class StorageCarrier:
 
     def _announced(self, kind: str) -> Generator[dict[str, Any], None, None]:
         """Yield each bucket's message, and read ahead the buckets that follow."""
-        common = {"kind": kind, "path": str(self._folder / self._manifest["slot"]), "timeout_s": self._timeout}
-        messages = [{**bucket, **common, "number": at} for at, bucket in enumerate(self._manifest["buckets"])]
+        common = {
+            "kind": kind,
+            "path": str(self._folder / self._manifest["slot"]),
+            "timeout_s": self._timeout,
+        }
+        messages = [
+            {**bucket, **common, "number": at} for at, bucket in enumerate(self._manifest["buckets"])
+        ]
         for at, message in enumerate(messages):
-            for ahead in messages[0 : self._buckets.held] if at == 0 else messages[at - 1 + self._buckets.held :][:1]:
+            for ahead in (
+                messages[0 : self._buckets.held]
+                if at == 0
+                else messages[at - 1 + self._buckets.held :][:1]
+            ):
                 self._buckets.expect(ahead)
             yield message
 

@@ -1,4 +1,4 @@
-"""Makes vLLM's CUDA build take this machine for one with eight H100s: imports and configurations, and nothing further.
+"""Make vLLM's CUDA build take this machine for one with eight H100s: import and configurations, and nothing further.
 
 Run by scripts/check_cuda_lock.sh in an environment made from the CUDA lock, where an empty `libcuda.so.1` lies on
 LD_LIBRARY_PATH; not among the tests that run by default. NVML is what vLLM asks about devices, and Triton its driver.
@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 MEMORY = 80 << 30
-collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]  # as in `pytest tests` of a plain clone
+# As in `pytest tests` of a plain clone
+collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
 
 
 class Nvml(importlib.abc.MetaPathFinder):
@@ -67,4 +68,5 @@ def pytest_configure() -> None:
     sys.meta_path.insert(0, Nvml())
     for name, backend in triton.backends.backends.items():
         backend.driver.is_active = staticmethod(lambda nvidia=name == "nvidia": nvidia)
-    sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_GLOBAL)  # kernels' libraries want symbols of the driver when called
+    # kernels' libraries want symbols of the driver when called
+    sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_GLOBAL)

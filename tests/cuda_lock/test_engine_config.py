@@ -18,13 +18,20 @@ from sharding import SHARING_WORKER, WORKER_EXTENSION
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from trainer.commands.tiny_model import make_tiny_model
 
-    folder: Path = make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden_size=512, heads=8, kv_heads=4, layers=2)
+    folder: Path = make_tiny_model(
+        tmp_path_factory.mktemp("tiny"), hidden_size=512, heads=8, kv_heads=4, layers=2
+    )
     return str(folder)
 
 
 def configured(model: str, **changes: Any) -> tuple[Any, str]:
     """vLLM's configuration, and how it would start the engine's processes."""
-    defaults: dict[str, Any] = {"max_model_len": 1024, "dtype": "bfloat16", "device_indices": (0,), "max_num_seqs": 512}
+    defaults: dict[str, Any] = {
+        "max_model_len": 1024,
+        "dtype": "bfloat16",
+        "device_indices": (0,),
+        "max_num_seqs": 512,
+    }
     defaults["worker_extension"] = WORKER_EXTENSION
     settings = EngineSettings(model=model, **(defaults | changes))
     with started_with(settings):
@@ -56,7 +63,10 @@ def test_an_engine_is_spawned_on_runner_v2_sleeps_by_cumem_and_reads_8192_tokens
     ("changes", "says"),
     [
         ({"worker_class": SHARING_WORKER}, lambda c: c.parallel_config.worker_cls == SHARING_WORKER),
-        ({"tensor_parallel_size": 2, "device_indices": (0, 1)}, lambda c: c.parallel_config.world_size == 2),
+        (
+            {"tensor_parallel_size": 2, "device_indices": (0, 1)},
+            lambda c: c.parallel_config.world_size == 2,
+        ),
         ({}, lambda c: not c.use_cumem_cudagraph_pool and not c.model_config.enable_nccl_comm_suspend),
         ({"deep_sleep": True, "enforce_eager": False}, lambda c: c.use_cumem_cudagraph_pool),
         ({"deep_sleep": True}, lambda c: not c.model_config.enable_nccl_comm_suspend),
@@ -67,7 +77,10 @@ def test_an_engine_is_spawned_on_runner_v2_sleeps_by_cumem_and_reads_8192_tokens
         ({"fp32_head": True}, lambda c: str(c.model_config.head_dtype) == "torch.float32"),
         ({"lora_rank": 12}, lambda c: c.lora_config.max_lora_rank == 16),
         ({"dtype": "float32"}, lambda c: str(c.model_config.dtype) == "torch.float32"),
-        ({"extra": {"max_num_batched_tokens": 4096}}, lambda c: c.scheduler_config.max_num_batched_tokens == 4096),
+        (
+            {"extra": {"max_num_batched_tokens": 4096}},
+            lambda c: c.scheduler_config.max_num_batched_tokens == 4096,
+        ),
     ],
 )
 def test_settings_arrive_in_vllms_configuration(model: str, changes: dict[str, Any], says: Any) -> None:
@@ -97,9 +110,13 @@ print(torch.cuda.is_initialized(), os.waitstatus_to_exitcode(os.waitpid(child, 0
 
 
 @pytest.mark.parametrize(("argument", "poisoned"), [("count", 1), ("leave", 0)])
-def test_a_child_of_a_process_that_has_counted_devices_cannot_use_cuda(argument: str, poisoned: int) -> None:
+def test_a_child_of_a_process_that_has_counted_devices_cannot_use_cuda(
+    argument: str, poisoned: int
+) -> None:
     """Why engines are spawned: vLLM asks `is_initialized`, which says nothing of it."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTORCH_NVML_BASED_CUDA_CHECK"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTORCH_NVML_BASED_CUDA_CHECK"
+    }
     command = [sys.executable, "-W", "ignore", "-c", FORKS, argument]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.split() == ["False", str(poisoned)]

@@ -54,26 +54,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers the questions to the device itself, which are not operations."""
+    """Answer the questions to the device itself, which are not operations."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(total_memory=80 << 30)
+    )
 
 
 @pytest.fixture
 def ranks() -> Iterator[None]:
-    """A process group of which only this rank exists."""
+    """Yield a process group of which only this rank exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     yield
     dist.destroy_process_group()
 
 
 def on_device(value: Any, mode: FakeTensorMode, device: torch.device = CUDA) -> Any:
-    """Returns a tensor, or a dataclass with its tensors, as fakes on the device."""
+    """Return a tensor, or a dataclass with its tensors, as fakes on the device."""
     if isinstance(value, Tensor):
         with mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {field.name: on_device(getattr(value, field.name), mode) for field in dataclasses.fields(value)}
+        changed = {
+            field.name: on_device(getattr(value, field.name), mode)
+            for field in dataclasses.fields(value)
+        }
         return dataclasses.replace(value, **changed)
     return value
 
@@ -82,18 +87,22 @@ def module_on_device(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     for inner in module.modules():
         for name, parameter in inner._parameters.items():
             if parameter is not None:
-                inner._parameters[name] = nn.Parameter(on_device(parameter.detach(), mode), parameter.requires_grad)
+                inner._parameters[name] = nn.Parameter(
+                    on_device(parameter.detach(), mode), parameter.requires_grad
+                )
         for name, buffer in inner._buffers.items():
             inner._buffers[name] = on_device(buffer, mode)
     return module
 
 
 def one_batch(packing: bool) -> MicroBatch:
-    """A real micro-batch with everything that a loss may want."""
+    """Return a real micro-batch with everything that a loss may want."""
     [batch] = micro_batches(checks.make_samples(), 1000, 0, "cpu", count=1, packing=packing)
     tables = ("old_logprobs", "ref_logprobs", "old_values", "returns")
     return dataclasses.replace(
-        batch, high_entropy=batch.loss_mask > 0, **{name: torch.zeros_like(batch.loss_mask) for name in tables}
+        batch,
+        high_entropy=batch.loss_mask > 0,
+        **{name: torch.zeros_like(batch.loss_mask) for name in tables},
     )
 
 
@@ -104,7 +113,13 @@ def meta_model(folder: Path, **settings: Any) -> Any:
 
 
 CONFIGS = {
-    "grpo": {"kl_coef": 0.1, "kl_in": "loss", "tis_cap": 2.0, "keep_band": (0.5, 2.0), "entropy_coef": 0.01},
+    "grpo": {
+        "kl_coef": 0.1,
+        "kl_in": "loss",
+        "tis_cap": 2.0,
+        "keep_band": (0.5, 2.0),
+        "entropy_coef": 0.01,
+    },
     "gspo": {"stale_threshold": 0.1},
     "cispo": {"high_entropy_share": 0.5},
 }
@@ -113,13 +128,25 @@ CONFIGS = {
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize(
     ("kind", "preset"),
-    [("qwen2", "grpo"), ("gemma3", "gspo"), ("adapters", "cispo"), ("float32 head", "grpo"), ("value head", "grpo")],
+    [
+        ("qwen2", "grpo"),
+        ("gemma3", "gspo"),
+        ("adapters", "cispo"),
+        ("float32 head", "grpo"),
+        ("value head", "grpo"),
+    ],
 )
-def test_a_policy_s_forward_pass_and_loss_wait_for_nothing(folder: Path, kind: str, preset: str, packing: bool) -> None:
+def test_a_policy_s_forward_pass_and_loss_wait_for_nothing(
+    folder: Path, kind: str, preset: str, packing: bool
+) -> None:
     model = meta_model(checks.model_folder(folder, "gemma3" if kind == "gemma3" else "qwen2"))
     if kind == "adapters":
-        add_adapters(model, LoraConfig(rank=4, target_modules=["q_proj", "down_proj"]), torch.float32, "meta")
-    policy = PolicyModule(model, fp32_head=kind == "float32 head", value_head=kind == "value head").train()
+        add_adapters(
+            model, LoraConfig(rank=4, target_modules=["q_proj", "down_proj"]), torch.float32, "meta"
+        )
+    policy = PolicyModule(
+        model, fp32_head=kind == "float32 head", value_head=kind == "value head"
+    ).train()
     mode, real = FakeTensorMode(), one_batch(packing)
     policy, batch = module_on_device(policy, mode), on_device(real, mode)
     config = AlgorithmConfig(preset=preset, **CONFIGS[preset])
@@ -133,11 +160,15 @@ def test_a_policy_s_forward_pass_and_loss_wait_for_nothing(folder: Path, kind: s
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 def test_a_critic_s_forward_pass_and_loss_wait_for_nothing(folder: Path, packing: bool) -> None:
 
-    model = meta_model(checks.model_folder(folder), kind=AutoModelForSequenceClassification, num_labels=1)
+    model = meta_model(
+        checks.model_folder(folder), kind=AutoModelForSequenceClassification, num_labels=1
+    )
     mode, real = FakeTensorMode(), one_batch(packing)
     critic, batch = module_on_device(ValueModule(model), mode), on_device(real, mode)
     with mode, Waits() as waits:
-        loss, sums = CriticLoss(AlgorithmConfig(), MiniBatch([], [], 100, 9))(batch, values(critic, batch))
+        loss, sums = CriticLoss(AlgorithmConfig(), MiniBatch([], [], 100, 9))(
+            batch, values(critic, batch)
+        )
     assert {figure.device for figure in [loss, *sums.values()]} == {CUDA}
     assert not waits.counts
 
@@ -151,10 +182,14 @@ def test_the_head_s_gradients_are_added_up_without_waiting(wide: bool, entropy: 
     per_token = torch.empty(600)
     real = hidden, weight, bias, torch.zeros(600, dtype=torch.int64), per_token, per_token
     saved = [on_device(tensor, mode) for tensor in real]
-    context = SimpleNamespace(saved_tensors=saved, needs_input_grad=(True,) * 7, temperature=0.7, chunk=256, wide=wide)
+    context = SimpleNamespace(
+        saved_tensors=saved, needs_input_grad=(True,) * 7, temperature=0.7, chunk=256, wide=wide
+    )
     with mode, torch.no_grad(), Waits() as waits:
         gradients = logprobs._TargetLogprobs.backward(context, saved[4], saved[5] if entropy else None)
-    assert [(g.device, g.dtype, g.shape) for g in gradients[:3]] == [(CUDA, t.dtype, t.shape) for t in saved[:3]]
+    assert [(g.device, g.dtype, g.shape) for g in gradients[:3]] == [
+        (CUDA, t.dtype, t.shape) for t in saved[:3]
+    ]
     assert not waits.counts
 
 
@@ -165,7 +200,9 @@ class FakeDevice:
         self.mode = FakeTensorMode()
         self._starts: dict[int, int] = {}
         monkeypatch.setattr(
-            torch.Tensor, "data_ptr", lambda t: self._start(t.untyped_storage()) + t.storage_offset() * t.itemsize
+            torch.Tensor,
+            "data_ptr",
+            lambda t: self._start(t.untyped_storage()) + t.storage_offset() * t.itemsize,
         )
         monkeypatch.setattr(torch.UntypedStorage, "data_ptr", lambda storage: self._start(storage))
         monkeypatch.setattr(torch, "equal", lambda first, second: first.device == second.device)
@@ -178,14 +215,19 @@ class FakeDevice:
 
 
 def cut_parameters(mode: FakeTensorMode) -> list[tuple[str, Tensor]]:
-    """Returns three float32 parameters, sent in bfloat16: one whole on each rank, one cut by FSDP2, one by ZeRO-3."""
+    """Return three float32 parameters, sent in bfloat16: one whole on each rank, one cut by FSDP2, one by ZeRO-3."""
     replicated, rows, stretch = (on_device(torch.empty(n, 6), mode) for n in (50, 300, 10))
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("shard",))  # a mesh of GPUs would look for them
+    # A mesh of GPUs would look for them
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("shard",))
     shape = torch.Size((2395, 6))
     spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(shape, (6, 1), torch.float32))
     cut = DTensor(rows, spec, requires_grad=False)
     zero = on_device(torch.empty(0), mode)
-    zero.ds_tensor, zero.ds_shape, zero.ds_process_group = stretch.view(-1), torch.Size((79, 6)), dist.group.WORLD
+    zero.ds_tensor, zero.ds_shape, zero.ds_process_group = (
+        stretch.view(-1),
+        torch.Size((79, 6)),
+        dist.group.WORLD,
+    )
     return [("whole", replicated), ("cut", cut), ("ZeRO", zero)]
 
 
@@ -247,7 +289,8 @@ def test_a_worker_records_replays_and_digests_without_waiting(
     assert not waits.counts
 
     with Waits() as waits:
-        for targets in ([model.rows.data], [model.columns.data, model.norm.data]):  # of whole words, and not
+        for targets in ([model.rows.data], [model.columns.data, model.norm.data]):
+            # of whole words, and not
             sum_up(targets, torch.bfloat16)
     assert not waits.counts
 
@@ -260,9 +303,12 @@ def test_weights_in_place_take_gradients_and_are_published_without_waiting(folde
     policy.module = PolicyModule(policy.model)
     weights = dict(zero_copy.parameter_names(policy.model))
     with mode, torch.no_grad(), Waits() as waits:
-        policy.masters = {name: nn.Parameter(weight.detach().float()) for name, weight in weights.items()}
+        policy.masters = {
+            name: nn.Parameter(weight.detach().float()) for name, weight in weights.items()
+        }
         memory = {
-            name: torch.empty(weight.numel(), dtype=weight.dtype, device=CUDA) for name, weight in weights.items()
+            name: torch.empty(weight.numel(), dtype=weight.dtype, device=CUDA)
+            for name, weight in weights.items()
         }
         policy.compute_in(memory)
         for name, weight in weights.items():
@@ -271,17 +317,25 @@ def test_weights_in_place_take_gradients_and_are_published_without_waiting(folde
                 zero_copy._hand_over(policy.masters[name], weight)
         policy._publish()
     assert {master.grad.device for master in policy.masters.values()} == {CUDA}
-    assert all(memory[name].untyped_storage()._cdata == w.untyped_storage()._cdata for name, w in weights.items())
+    assert all(
+        memory[name].untyped_storage()._cdata == w.untyped_storage()._cdata
+        for name, w in weights.items()
+    )
     assert not waits.counts
 
 
 def test_memory_is_put_away_and_brought_back_with_one_wait_each(monkeypatch: pytest.MonkeyPatch) -> None:
     device, waited = FakeDevice(monkeypatch), []
-    tensors = [device.fake(torch.empty(n, dtype=dtype)) for n, dtype in ((300, torch.float32), (7, torch.bfloat16))]
+    tensors = [
+        device.fake(torch.empty(n, dtype=dtype))
+        for n, dtype in ((300, torch.float32), (7, torch.bfloat16))
+    ]
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(torch.cuda, "check_error", lambda _: None)
     monkeypatch.setattr(
-        torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=len)
+        torch.cuda,
+        "cudart",
+        lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=len),
     )
     monkeypatch.setattr(torch.UntypedStorage, "device", CUDA)  # of fakes it would be meta
     keys = [tensor.untyped_storage()._cdata for tensor in tensors]

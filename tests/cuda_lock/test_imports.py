@@ -27,7 +27,10 @@ ENTRY = [
         f"vllm.model_executor.models.{family}"
         for family in ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3")
     ),
-    *(f"vllm.v1.attention.backends.{backend}" for backend in ("flash_attn", "flashinfer", "triton_attn")),
+    *(
+        f"vllm.v1.attention.backends.{backend}"
+        for backend in ("flash_attn", "flashinfer", "triton_attn")
+    ),
     "vllm.lora.worker_manager",
     "deepspeed",
     "peft",
@@ -59,7 +62,9 @@ def imported_in_functions(module: str) -> Iterator[str]:
     todo: list[tuple[ast.AST, bool]] = [(ast.parse(Path(spec.origin).read_text()), False)]
     while todo:
         node, inside = todo.pop()
-        if isinstance(node, ast.Try) and any("ImportError" in ast.dump(handler) for handler in node.handlers):
+        if isinstance(node, ast.Try) and any(
+            "ImportError" in ast.dump(handler) for handler in node.handlers
+        ):
             continue
         if inside and isinstance(node, ast.Import):
             yield from (name.name for name in node.names)

@@ -1,4 +1,4 @@
-"""Forks the engines of these tests, as those of ranks are."""
+"""Fork the engines of these tests, as those of ranks are."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Runs in which CUDA fails: each ends in a sentence that names phase and device, or goes on, and leaves nothing behind.
+"""Run in which CUDA fails: each ends in a sentence that names phase and device, or goes on, and leave nothing behind.
 
     python -m tests.gpu.faulty_run [NAME ...]           in the environment of tests/softgpu/environment.sh
     … -m tests.gpu.faulty_run KIND N STEP PHASE WHO train RECIPE …              one rank of such a run
@@ -23,7 +23,8 @@ from tests.support.real_run import MACHINE_FIGURES
 RECIPE = (
     "scripts/recipes/arithmetic.yaml --run.name softgpu_fault --checkpoint.resume none --run.steps 2 --eval.every 0 "
     "--batch.prompts_per_step 4 --run.step_deadline_s 900 --run.first_step_deadline_s 900 --engine.start_timeout_s 900 "
-    "--sync.timeout_s 300 --policy.dtype bfloat16"  # of float32 MKL's last bit depends on what is decoded together
+    # Of float32 MKL's last bit depends on what is decoded together
+    "--sync.timeout_s 300 --policy.dtype bfloat16"
 )
 WORKER = r"phase sending weights failed on rank 0: SyncError: the worker on [-0-9a-f]+ failed: AcceleratorError"
 PHASE, DEVICE = "phase [a-z0-9 >]+", r"(on cuda:0: |GPU 0|the worker on [-0-9a-f]+ failed)"
@@ -37,7 +38,11 @@ RUNS: dict[str, tuple[int, str, str]] = {
     "lost in sync": (1, "lost 1 2 sync trainer", f"in phase step 2 > generation shift {LOST}"),
     "lost in sync, engine": (1, "lost 1 2 sync engine", f"{WORKER}.*unspecified launch failure"),
     "lost in rollout": (1, "lost 5 2 rollout engine", ""),
-    "full in update": (1, "malloc 1 2 update trainer", "in phase step 2 > update on cuda:0: CUDA out of memory"),
+    "full in update": (
+        1,
+        "malloc 1 2 update trainer",
+        "in phase step 2 > update on cuda:0: CUDA out of memory",
+    ),
     "killed": (2, "kill 1 2 rollout trainer", "rank 0: was ended by SIGKILL"),
 }
 straight: dict[str, list[dict[str, float]]] = {}
@@ -52,7 +57,7 @@ def arm(kind: str, number: int) -> None:
 
 
 def rank(kind: str, number: str, step: str, place: str, who: str, *words: str) -> int:
-    """hotbunk's command line, with a fault. Returns the exit code."""
+    """hotbunk's command line, with a fault. Return the exit code."""
     from sharding.manager import ShardingManager
     from trainer import cli
     from trainer.run import processes
@@ -70,7 +75,9 @@ def rank(kind: str, number: str, step: str, place: str, who: str, *words: str) -
         if who == "trainer":
             arm(kind, int(number))
         else:
-            call = leader.engine.ask_workers("softgpu", "tests.gpu.faulty_run", f"arm({kind!r}, {number})")
+            call = leader.engine.ask_workers(
+                "softgpu", "tests.gpu.faulty_run", f"arm({kind!r}, {number})"
+            )
             leader.thread.run(call, 60, "arming")
 
     def watched_phase(self: Any, name: str, *arguments: Any) -> Any:
@@ -88,7 +95,11 @@ def rank(kind: str, number: str, step: str, place: str, who: str, *words: str) -
             managers.append(self)
         connections.append(self)
 
-    Watchdog.phase, ShardingManager._sync, ShardingManager.connect = watched_phase, watched_sync, watched_connect  # type: ignore
+    Watchdog.phase, ShardingManager._sync, ShardingManager.connect = (
+        watched_phase,
+        watched_sync,
+        watched_connect,
+    )  # type: ignore
     processes.put_current_folder_last()
     return cli.main(list(words))
 
@@ -96,21 +107,46 @@ def rank(kind: str, number: str, step: str, place: str, who: str, *words: str) -
 def run(name: str, ranks: int, module: list[str], wanted: str, fault: str = "") -> bool:
     """Start a run, and return True if it ended as it should; after a `fault` that follows its start it may go on."""
     words = f"{RECIPE} --sync.way {'pull' if name == 'killed' else 'staged'}".split()
-    command = [sys.executable, "-m", "trainer.launcher", "--nproc-per-node", str(ranks), "-m", *module, "train", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer.launcher",
+        "--nproc-per-node",
+        str(ranks),
+        "-m",
+        *module,
+        "train",
+        *words,
+    ]
     environment = os.environ | ({"SOFTGPU_FAULT": fault} if fault else {})
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
     last = [line for line in done.stderr.splitlines() if line.startswith("[hotbunk]   ")]
-    left = subprocess.run(["pgrep", "-f", "softgpu_fault"], capture_output=True, text=True, check=False).stdout.split()
-    ended = done.returncode != 0 and re.search(wanted, " ".join(last)) if wanted else done.returncode == 0
-    if not wanted or (fault and done.returncode == 0):  # the first of these is the one that nothing happens to
+    left = subprocess.run(
+        ["pgrep", "-f", "softgpu_fault"], capture_output=True, text=True, check=False
+    ).stdout.split()
+    ended = (
+        done.returncode != 0 and re.search(wanted, " ".join(last)) if wanted else done.returncode == 0
+    )
+    if not wanted or (fault and done.returncode == 0):
+        # the first of these is the one that nothing happens to
         rows = map(json.loads, Path("runs/softgpu_fault/metrics.jsonl").read_text().splitlines())
         figures = [{key: row[key] for key in row if not key.startswith(MACHINE_FIGURES)} for row in rows]
         first = straight.setdefault("figures", figures)
-        unlike = {key for row, other in zip(figures, first, strict=False) for key in row if row[key] != other.get(key)}
+        unlike = {
+            key
+            for row, other in zip(figures, first, strict=False)
+            for key in row
+            if row[key] != other.get(key)
+        }
         ended = done.returncode == 0 and figures == first
         last += ["unlike: " + ", ".join(sorted(unlike))] if unlike else []
     fine, message = bool(ended and not left), " ".join(last)[:500]
-    print(f"{name}: {'ok' if fine else 'FAILED'}: exit {done.returncode}: {message} {left or ''}", flush=True)
+    print(
+        f"{name}: {'ok' if fine else 'FAILED'}: exit {done.returncode}: {message} {left or ''}",
+        flush=True,
+    )
     if not fine:
         print(done.stderr[-3000:], flush=True)
     return fine
@@ -150,7 +186,10 @@ def shift(count: int = 100) -> bool:
                 text = " ".join(f"{type(error).__name__}: {error}".split())
                 named = bool(re.search(FULL, text))
                 fine &= named
-                print(f"{who}, allocation {number}: {'ok' if named else 'FAILED'}: {text[:300]}", flush=True)
+                print(
+                    f"{who}, allocation {number}: {'ok' if named else 'FAILED'}: {text[:300]}",
+                    flush=True,
+                )
             try:
                 shifts.trial.manager.sleep()
                 shifts.outcome(0)
@@ -163,7 +202,7 @@ def shift(count: int = 100) -> bool:
 
 
 def main(names: list[str]) -> int:
-    """Returns the exit code."""
+    """Return the exit code."""
     fine = True
     for name, (ranks, words, wanted) in RUNS.items():
         if not names or name in names:

@@ -81,9 +81,13 @@ def reading(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def note_site() -> str:
-    """Notes and returns where this process waits: FILE:LINE of the code that called torch."""
+    """Note and return where this process waits: FILE:LINE of the code that called torch."""
     frame = sys._getframe(2)
-    while "/torch/cuda/" in frame.f_code.co_filename or frame.f_code.co_name in ("wait_for_writes", "_wait", "noted"):
+    while "/torch/cuda/" in frame.f_code.co_filename or frame.f_code.co_name in (
+        "wait_for_writes",
+        "_wait",
+        "noted",
+    ):
         frame = frame.f_back
     site = f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{frame.f_lineno}"
     sites[site] = frame.f_code.co_name
@@ -99,13 +103,15 @@ class Shifts:
     """A policy and an engine, and the outcomes of their first shifts, at once."""
 
     def __init__(self, way: str, shifts: int = 20) -> None:
-        """`shifts`: the number of those over which the device's free bytes are compared."""
+        """Return `shifts`: the number of those over which the device's free bytes are compared."""
         self.way, self.resources = way, ExitStack()
         doctor_trials.PROMPTS, doctor_trials.TOKENS = 2, 4
         folder = Path(self.resources.enter_context(tempfile.TemporaryDirectory()))
         make_tiny_model(folder, vocab_size=512, hidden_size=256, heads=4, kv_heads=2, layers=3)
         config = doctor_trials.recipe(folder, "cuda", way, 1)
-        config = config.model_copy(update={"sync": config.sync.model_copy(update={"timeout_s": 20, "bucket_mib": 1})})
+        config = config.model_copy(
+            update={"sync": config.sync.model_copy(update={"timeout_s": 20, "bucket_mib": 1})}
+        )
         self.trial = doctor_trials.Trial(config, self.resources)
         sites.clear()  # those of another way
         self.in_worker("watch_waits()")
@@ -113,14 +119,18 @@ class Shifts:
             self.batch = self.trial.sample(1.0)
         self.trial.learn(self.batch)  # makes the optimizer's state
         state = self.trial.policy.state_dict()
-        self.start = {key: {name: t.clone() for name, t in state[key].items()} for key in ("model", "optimizer")}
+        self.start = {
+            key: {name: t.clone() for name, t in state[key].items()} for key in ("model", "optimizer")
+        }
         self.start["counters"] = state["counters"]
         self.expected = [self.outcome(number) for number in range(CYCLE)]
         free = [self.outcome(number)[-2:] for number in range(shifts)]
-        print(f"{way}: bytes free, awake and asleep, over {shifts} shifts: {sorted(set(free))}", flush=True)
+        print(
+            f"{way}: bytes free, awake and asleep, over {shifts} shifts: {sorted(set(free))}", flush=True
+        )
 
     def outcome(self, number: int) -> tuple[Any, ...]:
-        """Runs a shift; returns answers, log-probabilities, the weights' digest, and free bytes awake and asleep."""
+        """Run a shift; return answers, log-probabilities, the weights' digest, and free bytes awake and asleep."""
         trial = self.trial
         if number % CYCLE == 0:
             trial.policy.load_state_dict(self.start)
@@ -128,37 +138,52 @@ class Shifts:
         with trial.manager.generation_shift(trial.policy):
             batch = trial.sample(1.0)
             awake = torch.cuda.mem_get_info()[0]
-        shards = (local_part(parameter.detach()).cpu() for _, parameter in trial.policy.named_parameters())
+        shards = (
+            local_part(parameter.detach()).cpu() for _, parameter in trial.policy.named_parameters()
+        )
         held = b"".join(shard.view(torch.uint8).numpy().tobytes() for shard in shards)
-        answers = (batch.input_ids.tolist(), batch.engine_logprobs.tolist(), hashlib.sha256(held).hexdigest())
+        answers = (
+            batch.input_ids.tolist(),
+            batch.engine_logprobs.tolist(),
+            hashlib.sha256(held).hexdigest(),
+        )
         return *answers, awake, torch.cuda.mem_get_info()[0]
 
     def in_worker(self, code: str) -> Any:
-        """The value of an expression in the engine's worker, in this module."""
+        """Return the value of an expression in the engine's worker, in this module."""
         leader = self.trial.leader
-        return leader.thread.run(leader.engine.ask_workers("softgpu", __spec__.name, code), 60, code)[0]["value"]
+        return leader.thread.run(leader.engine.ask_workers("softgpu", __spec__.name, code), 60, code)[0][
+            "value"
+        ]
 
     def delay(self, seed: int) -> None:
         delay(seed)
         self.in_worker(f"delay({seed})")
 
     def differs(self, number: int, seed: int) -> str:
-        """Names the results in which a shift with delayed work differs from one without; empty if there are none."""
+        """Name the results in which a shift with delayed work differs from one without; empty if there are none."""
         try:
             self.delay(seed)
             outcome = self.outcome(number)
             self.delay(0)
         except Exception as error:
             return " ".join(f"{type(error).__name__}: {error}".split())[:120]
-        parts = zip(("answers", "log-probabilities", "weights"), outcome, self.expected[number % CYCLE], strict=False)
+        parts = zip(
+            ("answers", "log-probabilities", "weights"),
+            outcome,
+            self.expected[number % CYCLE],
+            strict=False,
+        )
         return ", ".join(name for name, one, other in parts if one != other)
 
     def without(self, left: list[str], here: bool) -> str:
-        """Names the first seed at which a shift without these waits differs, and its results; empty if none differs."""
+        """Name the first seed at which a shift without these waits differs, and its results; empty if none differs."""
         leave_out = partial(globals().__setitem__, "left_out") if here else self.leave_out_in_worker
         leave_out(left)
         numbered = ((number, self.differs(number, number + 1)) for number in range(TRIES))
-        seen = next((f"seed {number + 1}: {difference}" for number, difference in numbered if difference), "")
+        seen = next(
+            (f"seed {number + 1}: {difference}" for number, difference in numbered if difference), ""
+        )
         with suppress(Exception):  # the engine has ended
             leave_out([])
         return seen
@@ -167,7 +192,7 @@ class Shifts:
         self.in_worker(f"globals().__setitem__('left_out', {left!r})")
 
     def mended(self) -> bool:
-        """Returns whether policy and engine compute as before once the engine has slept again."""
+        """Return whether policy and engine compute as before once the engine has slept again."""
         with suppress(Exception):
             self.trial.manager.sleep()
             self.delay(0)
@@ -176,7 +201,7 @@ class Shifts:
 
 
 def main(what: str, ways: list[str]) -> int:
-    """Returns the exit code."""
+    """Return the exit code."""
     watch_waits()
     init_process_group(300, "cuda")
     failures, seen = 0, set()
@@ -188,11 +213,18 @@ def main(what: str, ways: list[str]) -> int:
         print(f"{way}: {seeds} seeds, unlike at once: {[d for d in differences if d]}", flush=True)
         for here, named in ((True, dict(sites)), (False, shifts.in_worker("sites"))):
             groups = [[site] for site in named]
-            groups += [left for names in TOGETHER if len(left := [site for site in named if named[site] in names]) > 1]
+            groups += [
+                left
+                for names in TOGETHER
+                if len(left := [site for site in named if named[site] in names]) > 1
+            ]
             for left in groups if what == "waits" else ():
                 outcome = shifts.without(left, here)
                 seen |= {tuple(left)} if outcome and len(left) == 1 else set()
-                who, text = "trainer" if here else "worker", ", ".join(f"{site} ({named[site]})" for site in left)
+                who, text = (
+                    "trainer" if here else "worker",
+                    ", ".join(f"{site} ({named[site]})" for site in left),
+                )
                 print(f"{way}, {who}: without {text}: {outcome or 'not seen'}", flush=True)
                 if outcome and not shifts.mended():
                     shifts.resources.close()

@@ -42,7 +42,9 @@ def kept() -> Iterator[tuple[ExitStack, list[Colocated]]]:
 
 
 @pytest.fixture
-def both(model: Path, kept: tuple[ExitStack, list[Colocated]], request: pytest.FixtureRequest) -> Iterator[Colocated]:
+def both(
+    model: Path, kept: tuple[ExitStack, list[Colocated]], request: pytest.FixtureRequest
+) -> Iterator[Colocated]:
     """One policy and engine for several tests; after a test that failed they are made anew."""
     stack, started = kept
     if not started:
@@ -72,7 +74,11 @@ def test_twenty_cycles_leave_device_memory_flat(both: Colocated) -> None:
         free, _total = torch.cuda.mem_get_info()
         asleep.append(free)
     after = both.manager.report
-    assert after.staging_opened - before.staging_opened == after.staging_closed - before.staging_closed == 20
+    assert (
+        after.staging_opened - before.staging_opened
+        == after.staging_closed - before.staging_closed
+        == 20
+    )
     assert abs(asleep[-1] - asleep[2]) < 64 << 20
 
 
@@ -93,7 +99,9 @@ def test_weights_in_one_memory_under_cuda_graphs_beside_a_kv_cache_that_sleeps(m
             both.policy.randomise(seed)
             with both.manager.generation_shift(both.policy):
                 report = both.manager.report
-                assert report.verified == "full" and (seed == 0 or report.nbytes == report.staging_bytes == 0)
+                assert report.verified == "full" and (
+                    seed == 0 or report.nbytes == report.staging_bytes == 0
+                )
                 sampled = both.complete(PROMPT, SAMPLING, seed)
                 awake, _total = torch.cuda.mem_get_info()
             free.append(torch.cuda.mem_get_info()[0])

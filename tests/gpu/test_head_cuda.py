@@ -17,7 +17,9 @@ BLOCK = (256, 2048)
 @pytest.mark.parametrize(
     ("dtype", "fp32_head"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 )
-def test_a_head_by_blocks_is_that_of_float64_in_the_memory_of_a_few_blocks(dtype: torch.dtype, fp32_head: bool) -> None:
+def test_a_head_by_blocks_is_that_of_float64_in_the_memory_of_a_few_blocks(
+    dtype: torch.dtype, fp32_head: bool
+) -> None:
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, generator=draw).to(dtype)
     weight = torch.randn(VOCABULARY, HIDDEN, generator=draw).mul_(0.1).to(dtype)
@@ -30,10 +32,16 @@ def test_a_head_by_blocks_is_that_of_float64_in_the_memory_of_a_few_blocks(dtype
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        values = target_logprobs(*leaves, None, places, 0.8, block, fp32_head=fp32_head and dtype is torch.bfloat16)
+        values = target_logprobs(
+            *leaves, None, places, 0.8, block, fp32_head=fp32_head and dtype is torch.bfloat16
+        )
         gradients = torch.autograd.grad(values[0].sum() + values[1].sum(), leaves)
         if device == "cuda" and block is not None:
-            needed = sum(gradient.nbytes for gradient in gradients) + TOKENS * HIDDEN * 4 + BLOCK[1] * HIDDEN * 4
+            needed = (
+                sum(gradient.nbytes for gradient in gradients)
+                + TOKENS * HIDDEN * 4
+                + BLOCK[1] * HIDDEN * 4
+            )
             assert torch.cuda.max_memory_allocated() - before <= needed + 4 * 4 * BLOCK[0] * BLOCK[1]
         return [tensor.detach().cpu().double() for tensor in (*values, *gradients)]
 
@@ -45,5 +53,7 @@ def test_a_head_by_blocks_is_that_of_float64_in_the_memory_of_a_few_blocks(dtype
 
 
 def test_a_block_has_its_share_of_the_gpu() -> None:
-    rows, columns = block_shape(cuda_block_elements(torch.cuda.get_device_properties(0).total_memory), 151936)
+    rows, columns = block_shape(
+        cuda_block_elements(torch.cuda.get_device_properties(0).total_memory), 151936
+    )
     assert 4 * rows * columns <= torch.cuda.get_device_properties(0).total_memory / 640

@@ -32,7 +32,9 @@ def test_steps_on_the_host_are_those_of_the_gpu(gpu: None, models: Path, case: s
     checks.check_host_update(models, case, tolerance=1e-3)
 
 
-def test_activations_in_host_memory_change_no_step_and_free_the_device(gpu: None, tmp_path: Path) -> None:
+def test_activations_in_host_memory_change_no_step_and_free_the_device(
+    gpu: None, tmp_path: Path
+) -> None:
     layers, hidden, length = 8, 256, 1024
     make_tiny_model(policy_checks.model_folder(tmp_path), hidden_size=hidden, layers=layers)
     states, peaks = [], []
@@ -51,7 +53,9 @@ def test_activations_in_host_memory_change_no_step_and_free_the_device(gpu: None
 
 
 @pytest.mark.parametrize("case", ["bfloat16", "in place"])
-def test_weights_gradients_and_optimizer_state_stay_in_host_memory(gpu: None, models: Path, case: str) -> None:
+def test_weights_gradients_and_optimizer_state_stay_in_host_memory(
+    gpu: None, models: Path, case: str
+) -> None:
     model = checks.make(models, "host", case)
     checks.step(model)
     held = [*model.trained().values(), *checks.state(model).values()]

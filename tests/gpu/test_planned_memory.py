@@ -34,12 +34,13 @@ pytestmark = pytest.mark.gpu
 
 ANSWERS = 8
 ESTIMATED = "CUDA and NCCL"  # what the plan works out from nothing
-STARTED = (ESTIMATED, "engine: CUDA, graphs, NCCL")  # what exists once an engine sleeps and the trainer has a context
+# What exists once an engine sleeps and the trainer has a context
+STARTED = (ESTIMATED, "engine: CUDA, graphs, NCCL")
 
 
 @contextmanager
 def most_used(peaks: list[int]) -> Iterator[None]:
-    """Appends the largest number of bytes in use on the device during the block, by all processes."""
+    """Append the largest number of bytes in use on the device during the block, by all processes."""
     used, ended = [0], threading.Event()
 
     def look() -> None:
@@ -56,8 +57,10 @@ def most_used(peaks: list[int]) -> Iterator[None]:
 
 
 def compare_start(folder: str, way: str, keys: str) -> int:
-    """The exit code of a process that has a GPU to itself: 1 where a start takes over 5 % more than is planned."""
-    make_tiny_model(Path(folder), hidden_size=1024, intermediate_size=4096, heads=8, kv_heads=4, vocab_size=16384)
+    """Return the exit code of a process that has a GPU to itself: 1 where a start takes over 5 % more than is planned."""
+    make_tiny_model(
+        Path(folder), hidden_size=1024, intermediate_size=4096, heads=8, kv_heads=4, vocab_size=16384
+    )
     sections = recipe(Path(folder), "cuda", way, 1).model_dump(exclude_unset=True)
     for name, values in json.loads(keys).items():
         sections[name] = sections.get(name, {}) | values
@@ -103,8 +106,10 @@ def compare_start(folder: str, way: str, keys: str) -> int:
 
 
 def compare(folder: str, way: str, policy: str) -> int:
-    """The exit code of a process that has a GPU to itself: 1 where the plan is more than 5 % off."""
-    make_tiny_model(Path(folder), hidden_size=512, intermediate_size=2048, heads=8, kv_heads=4, vocab_size=8192)
+    """Return the exit code of a process that has a GPU to itself: 1 where the plan is more than 5 % off."""
+    make_tiny_model(
+        Path(folder), hidden_size=512, intermediate_size=2048, heads=8, kv_heads=4, vocab_size=8192
+    )
     config = recipe(Path(folder), "cuda", way, 1)
     keys = {"offload": "none"} | json.loads(policy)
     sizes = {"prompts_per_step": 1, "tokens_per_micro_batch": 4096, "packing": True}
@@ -128,17 +133,22 @@ def compare(folder: str, way: str, policy: str) -> int:
         with trial.manager.generation_shift(trial.policy):
             pass  # from its end on, `zero_copy` shares the weights
         asleep_bytes = trial.engine_bytes()
-        (batch,) = micro_batches(samples, config.batch.tokens_per_micro_batch, 0, trial.device, packing=True)
+        (batch,) = micro_batches(
+            samples, config.batch.tokens_per_micro_batch, 0, trial.device, packing=True
+        )
         for _ in range(2):  # the first makes the optimizer's state
             torch.cuda.reset_peak_memory_stats()
-            trial.learn(batch, batch)  # the second micro-batch finds the gradients of the first, which the plan counts
+            # The second micro-batch finds the gradients of the first, which the plan counts
+            trial.learn(batch, batch)
         peak = torch.cuda.max_memory_allocated()
         with trial.manager.generation_shift(trial.policy):
             shift_bytes = trial.engine_bytes() - asleep_bytes
     awake = [engine[name] for name in ("engine: weights", "engine: KV cache")]
     planned = sum(part.generating - part.training for part in awake)
     print(f"engine: {shift_bytes / GIB:.3f} GiB between asleep and awake, planned {planned / GIB:.3f}")
-    training = sum(part.training for part in trainer_parts(config, model, 1, device_gib) if part.name != ESTIMATED)
+    training = sum(
+        part.training for part in trainer_parts(config, model, 1, device_gib) if part.name != ESTIMATED
+    )
     print(f"trainer: {peak / GIB:.3f} GiB at most in an update, planned {training / GIB:.3f}")
     destroy_process_group()
     return int(abs(shift_bytes - planned) > 0.05 * planned or abs(peak - training) > 0.05 * training)
@@ -152,7 +162,9 @@ def compare(folder: str, way: str, policy: str) -> int:
         ("zero_copy", {"update_on": "host"}),
     ],
 )
-def test_an_update_and_a_shift_need_the_memory_that_is_planned(tmp_path: Path, way: str, policy: Any) -> None:
+def test_an_update_and_a_shift_need_the_memory_that_is_planned(
+    tmp_path: Path, way: str, policy: Any
+) -> None:
     run("compare", tmp_path, way, policy)
 
 
@@ -167,12 +179,12 @@ def test_an_update_and_a_shift_need_the_memory_that_is_planned(tmp_path: Path, w
     ],
 )
 def test_a_start_needs_the_memory_that_is_planned(tmp_path: Path, way: str, keys: Any) -> None:
-    """The KV cache is as large as the trainer's state, so that both together would exceed the plan by far."""
+    """Return the KV cache is as large as the trainer's state, so that both together would exceed the plan by far."""
     run("compare_start", tmp_path, way, keys | {"engine": {"kv_cache_gib": 1.0}})
 
 
 def run(check: str, folder: Path, way: str, keys: Any) -> None:
-    """Runs one of the comparisons above in a process of its own."""
+    """Run one of the comparisons above in a process of its own."""
     module = "tests.gpu.test_planned_memory"
     command = [sys.executable, "-m", module, check, str(folder / "model"), way, json.dumps(keys)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)

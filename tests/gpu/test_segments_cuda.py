@@ -26,21 +26,26 @@ LEGACY_CUDA_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE 
 
 
 def is_plain(address: int) -> bool:
-    """True if the driver could export the memory at this address by CUDA IPC, as it can what cudaMalloc returned."""
+    """Return True if the driver could export the memory at this address by CUDA IPC, as it can what cudaMalloc returned."""
     driver, capable = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(-1)
-    assert driver.cuPointerGetAttribute(ctypes.byref(capable), LEGACY_CUDA_IPC_CAPABLE, ctypes.c_uint64(address)) == 0
+    assert (
+        driver.cuPointerGetAttribute(
+            ctypes.byref(capable), LEGACY_CUDA_IPC_CAPABLE, ctypes.c_uint64(address)
+        )
+        == 0
+    )
     return bool(capable.value)
 
 
 def driver_calls() -> Counter[str]:
-    """The number of calls by which this process got memory, on the GPU in software."""
+    """Return the number of calls by which this process got memory, on the GPU in software."""
     lines = Path(os.environ["SOFTGPU_LOG"]).read_text("utf-8").splitlines()
     words = [line.split() for line in lines if line.startswith(f"[softgpu {os.getpid()}] cu")]
     return Counter(word[2] for word in words)
 
 
 def check(way: str) -> int:
-    """The exit code of a process that has a GPU to itself: two shifts and the update between them."""
+    """Return the exit code of a process that has a GPU to itself: two shifts and the update between them."""
     exported: list[bool] = []
     share = torch.UntypedStorage._share_cuda_
 
@@ -80,9 +85,15 @@ def check(way: str) -> int:
 def test_what_an_engine_maps_is_plain_and_an_update_is_expandable(way: str, tmp_path: Path) -> None:
     environment = dict(os.environ)
     if "software" in torch.cuda.get_device_name():
-        environment |= {"HOTBUNK_COUNTED": "1", "SOFTGPU_VERBOSE": "1", "SOFTGPU_LOG": str(tmp_path / "log")}
+        environment |= {
+            "HOTBUNK_COUNTED": "1",
+            "SOFTGPU_VERBOSE": "1",
+            "SOFTGPU_LOG": str(tmp_path / "log"),
+        }
     command = [sys.executable, "-m", "tests.gpu.test_segments_cuda", way]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=1800, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
 

@@ -17,7 +17,10 @@ from trainer.types import PrefixNode, PrefixTree
 pytestmark = pytest.mark.gpu
 
 ANSWERS, PROMPT, ANSWER = 16, 300, 40
-NODES = [PrefixNode(0, 0, PROMPT, -1, ANSWERS), *[PrefixNode(n, PROMPT, PROMPT + ANSWER, 0, 1) for n in range(ANSWERS)]]
+NODES = [
+    PrefixNode(0, 0, PROMPT, -1, ANSWERS),
+    *[PrefixNode(n, PROMPT, PROMPT + ANSWER, 0, 1) for n in range(ANSWERS)],
+]
 LENGTHS = [node.end - node.begin for node in NODES]
 STARTS = [0, *itertools.accumulate(LENGTHS)]
 
@@ -25,9 +28,18 @@ STARTS = [0, *itertools.accumulate(LENGTHS)]
 def gradients(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> list[Tensor]:
     """Attention's result, and the gradients of its inputs, on the tensors' device."""
     tree = PrefixTree.of((NODES, []), STARTS)
-    moved = PrefixTree(tree.ranges, tree.lengths, tree.starts.to(query.device), tree.trie, tree.logical_tokens)
-    pack: dict[str, Any] = {"cu_seq_lens_q": torch.tensor(STARTS, dtype=torch.int32, device=query.device)}
-    pack |= {"max_length_q": max(LENGTHS), "sequence_lengths": LENGTHS, "sliding_window": window, "tree": moved}
+    moved = PrefixTree(
+        tree.ranges, tree.lengths, tree.starts.to(query.device), tree.trie, tree.logical_tokens
+    )
+    pack: dict[str, Any] = {
+        "cu_seq_lens_q": torch.tensor(STARTS, dtype=torch.int32, device=query.device)
+    }
+    pack |= {
+        "max_length_q": max(LENGTHS),
+        "sequence_lengths": LENGTHS,
+        "sliding_window": window,
+        "tree": moved,
+    }
     leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
     out, _ = attention.attention(nn.Identity(), *leaves, None, **pack)
     factors = torch.linspace(-1, 1, out.numel()).view_as(out).to(out)
@@ -36,9 +48,13 @@ def gradients(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> 
 
 @pytest.mark.parametrize("window", [None, 25, 200])
 @pytest.mark.parametrize("size", [64, 128])
-def test_the_kernel_attends_to_paths_as_masks_do_with_equal_bits_each_time(size: int, window: int | None) -> None:
+def test_the_kernel_attends_to_paths_as_masks_do_with_equal_bits_each_time(
+    size: int, window: int | None
+) -> None:
     draw = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(1, heads, STARTS[-1], size, generator=draw).bfloat16() for heads in (28, 4, 4)]
+    tensors = [
+        torch.randn(1, heads, STARTS[-1], size, generator=draw).bfloat16() for heads in (28, 4, 4)
+    ]
     exact = gradients(*(x.float() for x in tensors), window)
     first = gradients(*(x.cuda() for x in tensors), window)
     for got, wanted in zip(first, exact, strict=True):

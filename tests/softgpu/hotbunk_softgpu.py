@@ -74,16 +74,24 @@ def add_wide_products(library: Any) -> None:
     library.impl("bmm.dtype", mm)
     library.impl("mm.dtype_out", lambda a, b, dtype, *, out: out.copy_(mm(a, b, dtype)))
     library.impl("addmm.dtype", addmm)
-    library.impl("addmm.dtype_out", lambda c, a, b, dtype, *, out, **scales: out.copy_(addmm(c, a, b, dtype, **scales)))
+    library.impl(
+        "addmm.dtype_out",
+        lambda c, a, b, dtype, *, out, **scales: out.copy_(addmm(c, a, b, dtype, **scales)),
+    )
 
 
 def attention_scores(q, k, scale: float, causal: bool, left: int | None, right: int | None):
-    """Scores [heads, rows, columns] of [heads, tokens, size]; the last row sees the last column."""
+    """Score [heads, rows, columns] of [heads, tokens, size]; the last row sees the last column."""
     import torch
 
     scores = (q @ k.transpose(1, 2)) * scale
     rows, columns = scores.shape[1:]
-    distance = torch.arange(rows, device=q.device)[:, None] + columns - rows - torch.arange(columns, device=q.device)
+    distance = (
+        torch.arange(rows, device=q.device)[:, None]
+        + columns
+        - rows
+        - torch.arange(columns, device=q.device)
+    )
     left, right = -1 if left is None else left, 0 if causal else -1 if right is None else right
     hidden = torch.zeros(rows, columns, dtype=torch.bool, device=q.device)
     if right >= 0:
@@ -115,15 +123,37 @@ def add_flash_attention(library: Any) -> None:
         if q.shape[-1] % 8 or q.shape[-1] > 256 or q.shape[1] % k.shape[1]:
             raise RuntimeError("head sizes or numbers of heads are not taken")
 
-    def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale=None,
-                window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None,
-                num_splits=None):  # fmt: skip
+    def forward(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        dropout,
+        causal,
+        debug,
+        *,
+        scale=None,
+        window_size_left=None,
+        window_size_right=None,
+        seqused_k=None,
+        alibi_slopes=None,
+        block_table=None,
+        num_splits=None,
+    ):
         check(q, k, v, cu_q)
         out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], device=q.device)
         heads, scale = q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
         for sq, sk in pieces(cu_q, cu_k):
             scores = attention_scores(
-                host(q, sq, heads), host(k, sk, heads), scale, causal, window_size_left, window_size_right
+                host(q, sq, heads),
+                host(k, sk, heads),
+                scale,
+                causal,
+                window_size_left,
+                window_size_right,
             )
             out[sq] = (scores.softmax(-1) @ host(v, sk, heads)).transpose(0, 1).to(q.dtype).to(q.device)
             lse[:, sq] = scores.logsumexp(-1).to(q.device)
@@ -131,15 +161,38 @@ def add_flash_attention(library: Any) -> None:
         unused = torch.empty(0, dtype=torch.uint64, device=q.device)
         return out, lse, seed, unused, torch.empty(0, dtype=q.dtype, device=q.device)
 
-    def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng, unused, *, scale=None,
-                 window_size_left=None, window_size_right=None):  # fmt: skip
+    def backward(
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        dropout,
+        causal,
+        rng,
+        unused,
+        *,
+        scale=None,
+        window_size_left=None,
+        window_size_right=None,
+    ):
         check(q, k, v, cu_q)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         heads, group = q.shape[1], q.shape[1] // k.shape[1]
         sum_groups = lambda t: t.unflatten(0, (-1, group)).sum(1).transpose(0, 1)  # noqa: E731
         for sq, sk in pieces(cu_q, cu_k):
-            hq, hk, hv, g = host(q, sq, heads), host(k, sk, heads), host(v, sk, heads), host(grad, sq, heads)
+            hq, hk, hv, g = (
+                host(q, sq, heads),
+                host(k, sk, heads),
+                host(v, sk, heads),
+                host(grad, sq, heads),
+            )
             p = attention_scores(hq, hk, scale, causal, window_size_left, window_size_right).softmax(-1)
             dp = g @ hv.transpose(1, 2)
             ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
@@ -169,7 +222,9 @@ def after_triton_interpreter(module: ModuleType) -> None:
 
     def patch_once(kernel: Any) -> Any:
         """Leave triton.language as the interpreter wants it: to change it for each call costs more than the call."""
-        languages = frozenset(id(x) for x in kernel.__globals__.values() if x is module.tl or x is module.tl.core)
+        languages = frozenset(
+            id(x) for x in kernel.__globals__.values() if x is module.tl or x is module.tl.core
+        )
         if languages not in patched:
             patched.add(languages)
             patch(kernel)
@@ -191,8 +246,23 @@ def after_triton_attention(module: ModuleType) -> None:
         for new, cache in ((key, key_cache), (value, value_cache)):
             cache[slots // block, slots % block] = new[:count][used].to(cache.dtype)
 
-    def attention(q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal, window_size,
-                  block_table, softcap, *_, **__):  # fmt: skip
+    def attention(
+        q,
+        k,
+        v,
+        out,
+        cu_seqlens_q,
+        max_seqlen_q,
+        seqused_k,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        window_size,
+        block_table,
+        softcap,
+        *_,
+        **__,
+    ):
         starts, lengths = cu_seqlens_q.tolist(), seqused_k.tolist()
         for row, (begin, end, length) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
             if end <= begin or length <= 0:
@@ -217,11 +287,15 @@ def after_gumbel(module: ModuleType) -> None:
     def gumbel_sample(logits, mapping, temperature, seed, pos, apply_temperature, *_, **__):
         rows = mapping.long().clamp(min=0)
         heat = torch.where(mapping >= 0, temperature[rows].float(), 0.0)[:, None]
-        keys = (seed[rows] * 1000003 + pos)[:, None] * 1000003 + torch.arange(logits.shape[1], device=logits.device)
+        keys = (seed[rows] * 1000003 + pos)[:, None] * 1000003 + torch.arange(
+            logits.shape[1], device=logits.device
+        )
         for factor in (0x7FB5D329728EA185, 0x1B873593CC9E2D51, 0x2545F4914F6CDD1D):
             keys = (keys ^ (keys >> 27)) * factor
         noise = -(-((keys >> 40 & 0xFFFFFF) + 0.5).div(1 << 24).log()).log()
-        scaled = logits.float() / torch.where(heat > 0, heat, 1.0) if apply_temperature else logits.float()
+        scaled = (
+            logits.float() / torch.where(heat > 0, heat, 1.0) if apply_temperature else logits.float()
+        )
         return (scaled + noise * (heat > 0)).argmax(-1)
 
     module.gumbel_sample = gumbel_sample
@@ -237,7 +311,9 @@ def after_adapters(module: ModuleType) -> None:
         out.zero_()
         for number, rows in rows_by_adapter(mapping):
             for piece, weight in zip(out, weights, strict=True):
-                piece[rows] = others[-1] * (inputs[rows].float() @ weight[number].flatten(0, -2).float().T)
+                piece[rows] = others[-1] * (
+                    inputs[rows].float() @ weight[number].flatten(0, -2).float().T
+                )
 
     def expand(inputs, weights, out, mapping, *_, offset_start=0, add_inputs=False):
         for number, rows in rows_by_adapter(mapping):
@@ -278,7 +354,8 @@ def after_vllm_compat(module: ModuleType) -> None:
         arguments = make(settings)
         if settings.on_cpu:
             return arguments
-        tokens = max(64, arguments["max_num_seqs"])  # few, as Triton's kernels are interpreted, program by program
+        # few, as Triton's kernels are interpreted, program by program
+        tokens = max(64, arguments["max_num_seqs"])
         return arguments | ENGINE | {"max_num_batched_tokens": tokens}
 
     module.engine_arguments = engine_arguments
@@ -296,7 +373,7 @@ def after_engine_thread(module: ModuleType) -> None:
 
 
 def after_extension(module: ModuleType) -> None:
-    """A test may evaluate an expression in a module in the engine's worker."""
+    """Return a test may evaluate an expression in a module in the engine's worker."""
 
     def softgpu(_: object, name: str, code: str) -> dict[str, Any]:
         return {"error": None, "value": eval(code, vars(importlib.import_module(name)))}
@@ -322,7 +399,9 @@ HOOKS: dict[str, Callable[[ModuleType], None]] = {
 class Finder(importlib.abc.MetaPathFinder):
     """Calls a module's hook when that has been imported."""
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name not in HOOKS:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
@@ -342,7 +421,8 @@ def install() -> None:
     """At each start of Python. SOFTGPU_OFF leaves this process without a GPU."""
     if not os.path.exists(f"{LIBRARIES}/libsoftgpu_ops.so"):
         return
-    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):  # whoever asks for them by name gets those that are loaded
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        # whoever asks for them by name gets those that are loaded
         libraries.append(ctypes.CDLL(f"{LIBRARIES}/{name}", mode=ctypes.RTLD_GLOBAL))
     if "SOFTGPU_OFF" in os.environ:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -350,9 +430,17 @@ def install() -> None:
     # vLLM's tensor parallelism asks torch's groups, which are Gloo's, rather than NCCL and kernels of its own.
     off = dict.fromkeys(("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER"), "0")
     on = dict.fromkeys(
-        ("TRITON_INTERPRET", "TORCHDYNAMO_DISABLE", "VLLM_DISABLE_PYNCCL", "HUMMING_DISABLE_PARALLEL_BUILD"), "1"
+        (
+            "TRITON_INTERPRET",
+            "TORCHDYNAMO_DISABLE",
+            "VLLM_DISABLE_PYNCCL",
+            "HUMMING_DISABLE_PARALLEL_BUILD",
+        ),
+        "1",
     )
     os.environ.update(on | off)
     sys.meta_path.insert(0, Finder())
     exists = pathlib.Path.exists  # the driver's device node, by which Hotbunk tells that there are GPUs
-    pathlib.Path.exists = lambda self, **options: str(self) == "/dev/nvidiactl" or exists(self, **options)
+    pathlib.Path.exists = lambda self, **options: (
+        str(self) == "/dev/nvidiactl" or exists(self, **options)
+    )

@@ -12,7 +12,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs the environment of environment.sh")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs the environment of environment.sh"
+)
 
 Made = torch.Tensor | list[torch.Tensor]
 
@@ -96,7 +98,9 @@ COMPUTED: dict[str, Callable[[str], Made]] = {
     "a masked assignment": zeroed,
     "cat and where": lambda device: torch.where(torch.cat([matrix(device)] * 2) > 0, 1.0, -1.0),
     "sort and topk": lambda device: [*matrix(device).sort(), *matrix(device).topk(2)],
-    "copies that cast and transpose": lambda device: torch.empty(16, 8, device=device).copy_(matrix(device).half().T),
+    "copies that cast and transpose": lambda device: torch.empty(16, 8, device=device).copy_(
+        matrix(device).half().T
+    ),
     "norms of many": lambda device: torch.nn.utils.get_total_norm([matrix(device)] * 2),
     "foreach copies": foreach_copies,
     "a network and its gradients": network,
@@ -113,20 +117,32 @@ COMPUTED: dict[str, Callable[[str], Made]] = {
 @pytest.mark.parametrize("name", COMPUTED)
 def test_it_is_the_cpus_bit_for_bit(name: str) -> None:
     computed, expected = COMPUTED[name]("cuda"), COMPUTED[name]("cpu")
-    pairs = [(computed, expected)] if isinstance(computed, torch.Tensor) else list(zip(computed, expected, strict=True))
+    pairs = (
+        [(computed, expected)]
+        if isinstance(computed, torch.Tensor)
+        else list(zip(computed, expected, strict=True))
+    )
     for one, other in pairs:
         assert_same(one, other)
 
 
-@pytest.mark.parametrize("mixed", [lambda x, y: x + y, lambda x, y: x @ y.T, lambda x, y: torch.cat([x, y])])
-def test_tensors_of_two_devices_are_refused(mixed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    "mixed", [lambda x, y: x + y, lambda x, y: x @ y.T, lambda x, y: torch.cat([x, y])]
+)
+def test_tensors_of_two_devices_are_refused(
+    mixed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
     with pytest.raises(RuntimeError, match="device"):
         mixed(matrix("cuda"), matrix("cpu"))
 
 
 def test_random_numbers_follow_from_seed_and_state() -> None:
     torch.cuda.manual_seed(3)
-    first, state, second = torch.rand(4, device="cuda"), torch.cuda.get_rng_state(), torch.rand(4, device="cuda")
+    first, state, second = (
+        torch.rand(4, device="cuda"),
+        torch.cuda.get_rng_state(),
+        torch.rand(4, device="cuda"),
+    )
     assert not torch.equal(first, second)
     torch.cuda.set_rng_state(state)
     assert_same(torch.rand(4, device="cuda"), second)
@@ -218,7 +234,10 @@ def read_late(answers, waits: bool) -> None:
     """In another process, whose copies run late: how often of 20 times another stream has read the old bytes."""
     side, old = torch.cuda.Stream(), 0
     for number in range(1, 21):
-        x, target, seen = torch.full((1000,), float(number), device="cuda"), *torch.zeros(2, 1000, device="cuda")
+        x, target, seen = (
+            torch.full((1000,), float(number), device="cuda"),
+            *torch.zeros(2, 1000, device="cuda"),
+        )
         torch.cuda.synchronize()
         target.copy_(x)
         if waits:
@@ -231,7 +250,9 @@ def read_late(answers, waits: bool) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_wait_that_is_missing_between_streams_is_seen(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_is_missing_between_streams_is_seen(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SOFTGPU_LATE", "1")
     context = torch.multiprocessing.get_context("spawn")
     answers = context.Queue()
@@ -247,9 +268,9 @@ def llama(device: str, attention: str, dtype: torch.dtype) -> tuple[list[float],
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": attention}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, max_position_embeddings=64, **sizes, **heads)).to(
-        device, dtype
-    )
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=128, max_position_embeddings=64, **sizes, **heads)
+    ).to(device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = torch.randint(0, 128, (2, 20), generator=torch.Generator().manual_seed(1)).to(device)
     losses = []
@@ -267,7 +288,9 @@ def llama(device: str, attention: str, dtype: torch.dtype) -> tuple[list[float],
     ("attention", "dtype"), [("sdpa", torch.float32), ("eager", torch.float32), ("sdpa", torch.bfloat16)]
 )
 def test_five_steps_of_a_llama_are_the_cpus_bit_for_bit(attention: str, dtype: torch.dtype) -> None:
-    (losses, parameters), (expected_losses, expected) = (llama(device, attention, dtype) for device in ("cuda", "cpu"))
+    (losses, parameters), (expected_losses, expected) = (
+        llama(device, attention, dtype) for device in ("cuda", "cpu")
+    )
     print(losses)
     assert losses == expected_losses
     for one, other in zip(parameters, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Exchanges a step's answers between several ranks, and counts what each rank receives; for test_answers_ranks.py."""
+"""Exchange a step's answers between several ranks, and counts what each rank receives; for test_answers_ranks.py."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ SHARE, VOCABULARY = 64, 11
 
 
 def trajectories(number: int) -> list[Trajectory]:
-    """Returns the trajectories that rank `number` has sampled: eight groups of eight."""
+    """Return the trajectories that rank `number` has sampled: eight groups of eight."""
     generator = torch.Generator().manual_seed(number)
     sampled = []
     for place in range(SHARE):
@@ -32,7 +32,9 @@ def trajectories(number: int) -> list[Trajectory]:
         ids = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
         logprobs = (-2.4 + 0.2 * torch.randn(length, generator=generator)).tolist()
         prompt, sample = 8 * number + place // 8, place % 8
-        sampled.append(Trajectory(prompt, sample, [3] * 20, ids, [1] * length, logprobs, reward=place / 7))
+        sampled.append(
+            Trajectory(prompt, sample, [3] * 20, ids, [1] * length, logprobs, reward=place / 7)
+        )
         sampled[-1].reward_parts = {"match": 0.1 * place}
     return sampled
 
@@ -43,9 +45,15 @@ class Received:
     def __init__(self) -> None:
         self.bytes = 0
         self.summed = 0  # apart: a ring of ranks passes on less than twice the size of what is summed
-        self._all_to_all, self._swap, self._all_reduce = dist.all_to_all_single, ranks._swap, dist.all_reduce
+        self._all_to_all, self._swap, self._all_reduce = (
+            dist.all_to_all_single,
+            ranks._swap,
+            dist.all_reduce,
+        )
 
-    def all_to_all_single(self, output: Any, sent: Any, incoming: Any = None, outgoing: Any = None) -> None:
+    def all_to_all_single(
+        self, output: Any, sent: Any, incoming: Any = None, outgoing: Any = None
+    ) -> None:
         self._all_to_all(output, sent, incoming, outgoing)
         kept = incoming[rank()] if incoming else output.numel() // world_size()
         self.bytes += (output.numel() - kept) * output.element_size()
@@ -60,19 +68,21 @@ class Received:
         self.summed += tensor.numel() * tensor.element_size()
 
     def during(self, block: Callable[[], Any]) -> Any:
-        """Calls `block` with the counting collectives in place."""
+        """Call `block` with the counting collectives in place."""
         dispatched = {name: getattr(self, name) for name in ("all_to_all_single", "all_reduce")}
         with patch.multiple(dist, **dispatched), patch.object(ranks, "_swap", self.swap):
             return block()
 
 
 def exchange_a_step(results: str) -> None:
-    """Exchanges the answers of two optimizer steps, from sampling to the gap between engine and trainer.
+    """Exchange the answers of two optimizer steps, from sampling to the gap between engine and trainer.
 
     Rank 0 writes to `results` what each rank received and trained on.
     """
     init_process_group(120, "cpu")
-    config = make_config(batch={"updates_per_step": 2, "tokens_per_micro_batch": 512}, algorithm={"num_iterations": 1})
+    config = make_config(
+        batch={"updates_per_step": 2, "tokens_per_micro_batch": 512}, algorithm={"num_iterations": 1}
+    )
     policy, received = TablePolicy(), Received()
     answers = received.during(lambda: gather_answers(trajectories(rank())))
     figures = received.during(lambda: rollout_metrics(answers))
@@ -80,7 +90,10 @@ def exchange_a_step(results: str) -> None:
     minibatches = received.during(lambda: prepare(portions, config, 0, torch.device("cpu")))
     batches = [batch for minibatch in minibatches for batch in minibatch.batches]
     outputs = policy.score(batches, 1.0)
-    gaps = [(b.trained(o.logprobs), b.trained(b.engine_logprobs)) for b, o in zip(batches, outputs, strict=True)]
+    gaps = [
+        (b.trained(o.logprobs), b.trained(b.engine_logprobs))
+        for b, o in zip(batches, outputs, strict=True)
+    ]
     figures |= received.during(lambda: engine_gap(gaps, config.algorithm))
     received.during(lambda: mark_high_entropy(batches, outputs, 0.2))
     trained = []
@@ -96,8 +109,14 @@ def exchange_a_step(results: str) -> None:
         "summed": received.summed,
         "figures": figures,
         "trained": trained,
-        "decisive": sum(int(batch.high_entropy.sum()) for batch in batches if batch.high_entropy is not None),
-        "entropies": [value for b, o in zip(batches, outputs, strict=True) for value in b.trained(o.entropy).tolist()],
+        "decisive": sum(
+            int(batch.high_entropy.sum()) for batch in batches if batch.high_entropy is not None
+        ),
+        "entropies": [
+            value
+            for b, o in zip(batches, outputs, strict=True)
+            for value in b.trained(o.entropy).tolist()
+        ],
     }
     reports = exchange(report)
     if is_main():

@@ -1,4 +1,4 @@
-"""Draws wrong configurations of every kind with Hypothesis, and checks what the command says about each.
+"""Draw wrong configurations of every kind with Hypothesis, and check what the command says about each.
 
 Half are drawn from the schema: values of the right type at, inside and just outside of their bounds. The other half
 are not: other types, NaN and huge numbers, paths, damaged files of model and data, torchrun's variables, code that does
@@ -69,8 +69,10 @@ class Outcome:
         return ""
 
 
-def _leaves(schema: dict[str, Any], node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields every key of the JSON schema that is not a section, with the schema of its value."""
+def _leaves(
+    schema: dict[str, Any], node: dict[str, Any], path: str = ""
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every key of the JSON schema that is not a section, with the schema of its value."""
     for name, inner in node["properties"].items():
         target = schema["$defs"].get(inner.get("$ref", "").rpartition("/")[2])
         if target is None:
@@ -84,7 +86,7 @@ KEYS = dict(_leaves(_SCHEMA, _SCHEMA))
 
 
 def _near(inner: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """Values of the type that the schema names, at, inside and just outside of their bounds."""
+    """Return values of the type that the schema names, at, inside and just outside of their bounds."""
     if "anyOf" in inner:
         return st.one_of(*map(_near, inner["anyOf"]))
     if "enum" in inner or "const" in inner:
@@ -93,15 +95,29 @@ def _near(inner: dict[str, Any]) -> st.SearchStrategy[Any]:
         integral = inner["type"] == "integer"
         least, most = inner.get("minimum", -1), inner.get("maximum", inner.get("exclusiveMaximum", 1))
         step = 1 if integral else min(0.001, (most - least) / 8)
-        ends = [least, most, least - step, most + step, least + step, most - step, 2 * most, most * 10**6, -most]
+        ends = [
+            least,
+            most,
+            least - step,
+            most + step,
+            least + step,
+            most - step,
+            2 * most,
+            most * 10**6,
+            -most,
+        ]
         some = min(most, least + (64 if integral else 2))
-        return st.one_of(st.sampled_from(ends), st.integers(least, some) if integral else st.floats(least, some))
+        return st.one_of(
+            st.sampled_from(ends), st.integers(least, some) if integral else st.floats(least, some)
+        )
     if "prefixItems" in inner:
         return st.tuples(*map(_near, inner["prefixItems"])).map(list)
     if inner.get("type") == "array":
         return st.lists(_near(inner["items"]), max_size=2)
     kinds = {"boolean": st.booleans(), "null": st.none(), "object": st.just({})}
-    return kinds.get(inner.get("type", ""), st.sampled_from(["", "a", "none", "auto", "-", "a.b", "a" * 64]))
+    return kinds.get(
+        inner.get("type", ""), st.sampled_from(["", "a", "none", "auto", "-", "a.b", "a" * 64])
+    )
 
 
 def _nested(depth: int) -> str:
@@ -123,19 +139,63 @@ TEXTS = [
     "../up",
     "🙂",
 ]
-NUMBERS = [0, -1, 1e300, -1e300, 1e-300, 2**63, 2**70, 10**12, 10**400, 0.5, *map(float, ("nan", "inf", "-inf"))]
+NUMBERS = [
+    0,
+    -1,
+    1e300,
+    -1e300,
+    1e-300,
+    2**63,
+    2**70,
+    10**12,
+    10**400,
+    0.5,
+    *map(float, ("nan", "inf", "-inf")),
+]
 OTHERS = [None, True, [], {}, [[]], [None], {"a": {"b": 1}}, {1: 2}, [1, "a"], {"": ""}]
-PATHS = ["/proc/nothing", "/proc/1/x", "/dev/null/x", "/sys/x", "{file}/below", "{file}", "/dev/zero", "/b" * 2100]
+PATHS = [
+    "/proc/nothing",
+    "/proc/1/x",
+    "/dev/null/x",
+    "/sys/x",
+    "{file}/below",
+    "{file}",
+    "/dev/zero",
+    "/b" * 2100,
+]
 NOT_COUNTS = ["abc", "0", "-1", "", " 1", "1.0", "1e300", "9" * 5000, "١"]
 MODEL_KEYS = """
 text_config rope_parameters rope_scaling layer_types num_attention_heads num_hidden_layers max_position_embeddings
 quantization_config model_type architectures num_experts hidden_size num_key_value_heads head_dim vocab_size hidden_act
 intermediate_size kv_lora_rank dtype tie_word_embeddings eos_token_id rms_norm_eps rope_theta
 """.split()  # noqa: SIM905
-MODEL_VALUES = [None, "x", "", [], [1], {}, {"rope_type": "yarn", "factor": "a"}, -1, 0, 1.5, 2**70, True, 7]
+MODEL_VALUES = [
+    None,
+    "x",
+    "",
+    [],
+    [1],
+    {},
+    {"rope_type": "yarn", "factor": "a"},
+    -1,
+    0,
+    1.5,
+    2**70,
+    True,
+    7,
+]
 DEEP_OBJECT = '{"a":' * 900 + "1" + "}" * 900
 MODEL_FILES = ["[]", '"text"', "null", "7", "", "{", "{}", _nested(100_000), DEEP_OBJECT, "\0", "NaN"]
-ROWS = ["", "{}", "null", "[1]", '{"prompt": 3}', '{"prompt": {"a": 1}, "answer": 1}', '{"prompt": "a", "ans', "\0"]
+ROWS = [
+    "",
+    "{}",
+    "null",
+    "[1]",
+    '{"prompt": 3}',
+    '{"prompt": {"a": 1}, "answer": 1}',
+    '{"prompt": "a", "ans',
+    "\0",
+]
 ROWS += [f'{{"prompt": "a", "answer": {_nested(depth)}}}' for depth in (60, 900, 3000)]
 RECIPES = [
     "",
@@ -148,10 +208,24 @@ RECIPES = [
     "run: ${run}",
 ]
 RECIPES += [f"engine: {{extra: {{a: {_nested(depth)}}}}}" for depth in (40, 200, 900)]
-RECIPES += [f"run: {{seed: {'9' * 5000}}}", "includes: [recipe.yaml]", "includes: ['\\0']", "run: {name: 2026-99-99}"]
-RAISED = ["KeyboardInterrupt", "SystemExit(3)", "GeneratorExit", "BaseException('x' * 5000)", "RecursionError", "1/0"]
+RECIPES += [
+    f"run: {{seed: {'9' * 5000}}}",
+    "includes: [recipe.yaml]",
+    "includes: ['\\0']",
+    "run: {name: 2026-99-99}",
+]
+RAISED = [
+    "KeyboardInterrupt",
+    "SystemExit(3)",
+    "GeneratorExit",
+    "BaseException('x' * 5000)",
+    "RecursionError",
+    "1/0",
+]
 CODE = [*(f"raise {one}\n" for one in RAISED), "def f(:\n", "\0", "f = 3\n", "f = max\n", "import f\n"]
-CODE_KEYS = [f"rollout.{key}" for key in ("tools", "custom", "environment", "sampler", "client")] + ["reward.functions"]
+CODE_KEYS = [f"rollout.{key}" for key in ("tools", "custom", "environment", "sampler", "client")] + [
+    "reward.functions"
+]
 PATH_KEYS = """
 run.output_dir run.name model.path data.path model.tokenizer checkpoint.resume algorithm.teacher
 eval.datasets.held_out.path
@@ -202,24 +276,28 @@ class Folder:
         (folder / "model").mkdir()
         for file in model.iterdir():
             (folder / "model" / file.name).write_bytes(file.read_bytes())
-        self.recipe = write_recipe(folder, folder / "model", run={"steps": 1, "name": "run", "device": "cpu"})
+        self.recipe = write_recipe(
+            folder, folder / "model", run={"steps": 1, "name": "run", "device": "cpu"}
+        )
         self._values = yaml.safe_load(self.recipe.read_text())
 
     @contextlib.contextmanager
     def spoilt(self, case: Case) -> Iterator[None]:
-        """Applies the case to the folder and the environment, and undoes it at the end."""
+        """Apply the case to the folder and the environment, and undo it at the end."""
         values = json.loads(json.dumps(self._values))
         for key, value in case.items():
             if key not in ("env", "files"):
                 *sections, name = key.split(".")
-                reduce(lambda outer, inner: outer.setdefault(inner, {}), sections, values)[name] = self._filled(
-                    key, value
+                reduce(lambda outer, inner: outer.setdefault(inner, {}), sections, values)[name] = (
+                    self._filled(key, value)
                 )
         texts = {"recipe.yaml": yaml.dump(values), **case.get("files", {})}
         model = self.folder / "model" / "config.json"
         if isinstance(config := texts.get("model/config.json"), dict):
             texts["model/config.json"] = json.dumps(json.loads(model.read_text()) | config)
-        before = {name: (self.folder / name).read_bytes() for name in texts if (self.folder / name).exists()}
+        before = {
+            name: (self.folder / name).read_bytes() for name in texts if (self.folder / name).exists()
+        }
         for name, text in texts.items():
             (self.folder / name).write_bytes(text.encode())
         try:
@@ -240,22 +318,32 @@ class Folder:
         return value.replace("{file}", str(self.recipe)) if isinstance(value, str) else value
 
     def judge(self, case: Case, *options: str) -> Outcome:
-        """Runs the command on the changed recipe, in this process."""
+        """Run the command on the changed recipe, in this process."""
         outcome, errors = Outcome(), io.StringIO()
-        with self.spoilt(case), contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        with (
+            self.spoilt(case),
+            contextlib.redirect_stderr(errors),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
             try:
                 outcome.code = main(["train", str(self.recipe), *options])
             except BaseException:
                 outcome.raised = traceback.format_exc()
         lines = errors.getvalue().splitlines()
-        outcome.messages = [line for line in lines if line.startswith("hotbunk: ")] or lines * (outcome.code == 2)
+        outcome.messages = [line for line in lines if line.startswith("hotbunk: ")] or lines * (
+            outcome.code == 2
+        )
         return outcome
 
 
 def search(folder: Folder, examples: int, seen: Callable[[Case, Outcome], None], *options: str) -> None:
-    """Checks `examples` cases, the same ones in every run, and passes each with its outcome to `seen`."""
+    """Check `examples` cases, the same ones in every run, and passes each with its outcome to `seen`."""
     checks = settings(
-        max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
     )
 
     @checks
@@ -267,7 +355,7 @@ def search(folder: Folder, examples: int, seen: Callable[[Case, Outcome], None],
 
 
 def _check(folder: Folder, examples: int) -> list[Case]:
-    """Runs the long search, prints the faults, and returns the accepted cases."""
+    """Run the long search, print the faults, and return the accepted cases."""
     accepted, faults, refused, times = [], [], 0, []
     last = time.monotonic()
 
@@ -286,18 +374,23 @@ def _check(folder: Folder, examples: int) -> list[Case]:
     search(folder, examples, seen, "--dry-run")
     signal.alarm(0)
     slowest = max(times, key=lambda pair: pair[0])
-    print(f"{len(times)} cases: {refused} refused, {len(accepted)} accepted, {len(faults)} faults; the slowest took")
+    print(
+        f"{len(times)} cases: {refused} refused, {len(accepted)} accepted, {len(faults)} faults; the slowest took"
+    )
     print(f"{slowest[0]:.1f} s: {_brief(slowest[1])}")
     return accepted
 
 
 def _run(folder: Folder, cases: list[Case]) -> None:
-    """Runs each case for one step in a fork of this process, which has imported everything heavy."""
+    """Run each case for one step in a fork of this process, which has imported everything heavy."""
 
     import trainer.loop  # noqa: F401
 
     for number, case in enumerate(cases):
-        lowered = {key: min(value, AFFORDABLE[key]) if key in AFFORDABLE else value for key, value in case.items()}
+        lowered = {
+            key: min(value, AFFORDABLE[key]) if key in AFFORDABLE else value
+            for key, value in case.items()
+        }
         log, began = folder.folder / f"{number}.log", time.monotonic()
         with folder.spoilt({**lowered, "run.steps": 1, "run.name": f"run{number}"}):
             if (pid := os.fork()) == 0:
@@ -305,11 +398,17 @@ def _run(folder: Folder, cases: list[Case]) -> None:
             code = _waited(pid)
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         raised = [line for line in lines if line.startswith("Traceback")]
-        message = next((line for line in reversed(lines) if line.startswith("hotbunk: ")), lines[-1] if lines else "")
+        message = next(
+            (line for line in reversed(lines) if line.startswith("hotbunk: ")),
+            lines[-1] if lines else "",
+        )
         late = code == 124 and any("exceeded a deadline" in line for line in lines)
         well = code == 0 or late or (code == 2 and not raised)
         verdict, seconds = "well" if well else "NOT WELL", time.monotonic() - began
-        print(f"{number}: {verdict}, exit code {code}, {seconds:.0f} s: {_brief(case)}\n     {message}", flush=True)
+        print(
+            f"{number}: {verdict}, exit code {code}, {seconds:.0f} s: {_brief(case)}\n     {message}",
+            flush=True,
+        )
         if not well:
             print("\n".join(lines[-60:]))
 
@@ -331,7 +430,7 @@ def _become_the_run(recipe: Path, log: Path) -> None:
 
 
 def _waited(pid: int) -> int:
-    """Returns the exit code, or 1000 if the run and its children had to be killed after RUN_SECONDS."""
+    """Return the exit code, or 1000 if the run and its children had to be killed after RUN_SECONDS."""
     deadline = time.monotonic() + RUN_SECONDS
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)

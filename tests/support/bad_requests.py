@@ -5,7 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
+CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/tokenize",
+    "/detokenize",
+)
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 USER = [{"role": "user", "content": "hi"}]
 GOOD: dict[str, dict[str, Any]] = {
@@ -32,13 +37,13 @@ class Request:
 
 
 def request(path: str, **changes: Any) -> Request:
-    """A correct request with some of its fields replaced; a field whose new value is `...` is left out."""
+    """Return a correct request with some of its fields replaced; a field whose new value is `...` is left out."""
     body = {name: value for name, value in (GOOD[path] | changes).items() if value is not ...}
     return Request(path, json.dumps(body).encode())
 
 
 def from_schema(schema: dict[str, Any]) -> Iterator[Request]:
-    """Yields requests with a value of a wrong type in each field, and requests without each required field."""
+    """Yield requests with a value of a wrong type in each field, and requests without each required field."""
     for path in GOOD:
         content = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         for form in alternatives(schema, content):
@@ -50,12 +55,14 @@ def from_schema(schema: dict[str, Any]) -> Iterator[Request]:
                     if kinds and not _fits(value, kinds):
                         yield request(path, **(base | {name: value}))
             for name in form.get("required", []):
-                if not any(name not in other.get("required", []) for other in alternatives(schema, content)):
+                if not any(
+                    name not in other.get("required", []) for other in alternatives(schema, content)
+                ):
                     yield request(path, **{name: ...})
 
 
 def alternatives(schema: dict[str, Any], part: dict[str, Any]) -> list[dict[str, Any]]:
-    """The forms that a part of a schema allows, with references resolved."""
+    """Return the forms that a part of a schema allows, with references resolved."""
     if "$ref" in part:
         target = schema
         for step in part["$ref"].removeprefix("#/").split("/"):
@@ -66,7 +73,7 @@ def alternatives(schema: dict[str, Any], part: dict[str, Any]) -> list[dict[str,
 
 
 def _kinds(schema: dict[str, Any], part: dict[str, Any]) -> set[str]:
-    """The JSON types that a field may have; empty where it may be anything."""
+    """Return the JSON types that a field may have; empty where it may be anything."""
     forms = alternatives(schema, part)
     kinds = {form.get("type", "object" if "properties" in form else "") for form in forms}
     return set() if "" in kinds else kinds
@@ -74,22 +81,47 @@ def _kinds(schema: dict[str, Any], part: dict[str, Any]) -> set[str]:
 
 def _fits(value: Any, kinds: set[str]) -> bool:
     kind = KINDS[type(value)]
-    return kind in kinds or (kind == "integer" and "number" in kinds) or (kind != "string" and "boolean" in kinds)
+    return (
+        kind in kinds
+        or (kind == "integer" and "number" in kinds)
+        or (kind != "string" and "boolean" in kinds)
+    )
 
 
 def by_hand() -> Iterator[Request]:
-    """Yields requests that are wrong in ways a schema does not express."""
+    """Yield requests that are wrong in ways a schema does not express."""
     for path in GOOD:
-        for body in (b"", b"null", b"[]", b"7", b'"text"', b"{", b'{"model": "policy"', b"\xff\xfe{}", b"[" * 100_000):
+        for body in (
+            b"",
+            b"null",
+            b"[]",
+            b"7",
+            b'"text"',
+            b"{",
+            b'{"model": "policy"',
+            b"\xff\xfe{}",
+            b"[" * 100_000,
+        ):
             yield Request(path, body)
         yield Request(path, b'{"model": "policy", "messages": [], "prompt": "\\ud800", "tokens": []}')
         yield Request(path, json.dumps({**GOOD[path], "extra": 0}).replace("0", "1" * 5000).encode())
-        yield Request(path, b"model=policy", headers={"content-type": "application/x-www-form-urlencoded"})
+        yield Request(
+            path, b"model=policy", headers={"content-type": "application/x-www-form-urlencoded"}
+        )
         yield request(path, model="nobody")
         yield request(path, model=7)
         yield Request(path, b"", "GET")
         yield Request(path, b"", "DELETE")
-    for path in ("/", "/v1", "/v1/nothing", "/sleep", "/wake_up", "/collective_rpc", "/invocations", "/v1/embeddings"):
+    for path in (
+        "/",
+        "/v1",
+        "/v1/nothing",
+        "/sleep",
+        "/wake_up",
+        "/collective_rpc",
+        "/invocations",
+        "/v1/embeddings",
+    ):
         yield Request(path, b"{}")
     for path in (
         "/v1/load_lora_adapter",
@@ -108,7 +140,13 @@ def by_hand() -> Iterator[Request]:
     for tokens in ("x", [-1], [10**12], ["a"], [1.5], None, {"a": 1}, [[1]], [2**63]):
         yield request(DETOKENIZE, tokens=tokens)
     for messages in ("x", [], [{"role": "user"}], [7], [{"content": "x"}], {"role": "user"}):
-        yield request(TOKENIZE, prompt=..., messages=messages, continue_final_message=True, add_generation_prompt=True)
+        yield request(
+            TOKENIZE,
+            prompt=...,
+            messages=messages,
+            continue_final_message=True,
+            add_generation_prompt=True,
+        )
 
 
 def _chats() -> Iterator[Request]:
@@ -122,8 +160,22 @@ def _chats() -> Iterator[Request]:
         [{"role": "user", "content": 7}],
         [{"content": "x"}],
     ]
-    bad += [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}]}]]
-    bad += [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]]
+    bad += [
+        [
+            {
+                "role": "user",
+                "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}],
+            }
+        ]
+    ]
+    bad += [
+        [
+            {
+                "role": "user",
+                "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}],
+            }
+        ]
+    ]
     bad += [[{"role": "user", "content": [{"type": "no such type", "text": "x"}]}]]
     bad += [[{"role": "user", "content": "x" * 5000}]]
     bad += [[*USER, {"role": "assistant", "content": "x", "tool_calls": [{"id": 1}]}]]
@@ -139,16 +191,34 @@ def _chats() -> Iterator[Request]:
         ]
         yield request(CHAT, messages=carrying)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    for tools in ("x", [7], [{}], [{"type": "function"}], [{"type": "function", "function": {}}], {"a": 1}):
+    for tools in (
+        "x",
+        [7],
+        [{}],
+        [{"type": "function"}],
+        [{"type": "function", "function": {}}],
+        {"a": 1},
+    ):
         yield request(CHAT, tools=tools)
-    for choice in ("x", 7, {"type": "function"}, {"type": "function", "function": {"name": "other"}}, []):
+    for choice in (
+        "x",
+        7,
+        {"type": "function"},
+        {"type": "function", "function": {"name": "other"}},
+        [],
+    ):
         yield request(CHAT, tools=[tool], tool_choice=choice)
     yield request(CHAT, tool_choice="required")
     yield request(CHAT, continue_final_message=True)
     yield request(CHAT, chat_template="{{ messages.__class__ }}")
-    yield request(CHAT, chat_template_kwargs={"messages": 7, "chat_template": "{{ 1 / 0 }}", "tokenize": "yes"})
+    yield request(
+        CHAT, chat_template_kwargs={"messages": 7, "chat_template": "{{ 1 / 0 }}", "tokenize": "yes"}
+    )
     yield request(CHAT, stream_options={"include_usage": True})
-    yield request(CHAT, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 7}}})
+    yield request(
+        CHAT,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 7}}},
+    )
     yield request(CHAT, response_format={"type": "no such format"})
     yield request(CHAT, top_logprobs=3)
 
@@ -196,7 +266,13 @@ def _sampling(path: str) -> Iterator[Request]:
         "priority": ["x"],
         "prompt_logprobs": [-7, 10**6],
         "truncate_prompt_tokens": [-7, 10**9],
-        "structured_outputs": [{"regex": "["}, {"json": {"type": 7}}, {"regex": "a", "json": {}}, {"choice": []}, 7],
+        "structured_outputs": [
+            {"regex": "["},
+            {"json": {"type": 7}},
+            {"regex": "a", "json": {}},
+            {"choice": []},
+            7,
+        ],
         "vllm_xargs": [7, {"a": {"b": 1}}],
     }
     for name, values in wrong.items():

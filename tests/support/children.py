@@ -1,4 +1,4 @@
-"""Runs work of a test in a forked child."""
+"""Run work of a test in a forked child."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 def in_child(work: Callable[[], None], seconds: int = 120) -> int:
-    """Runs `work` in a fork of this process; returns its exit code, or minus the signal that ended it.
+    """Run `work` in a fork of this process; return its exit code, or minus the signal that ended it.
 
     The child exits here whatever `work` raises (with code 1), so that it never goes on as a second pytest. It is killed
     after `seconds`: a fork has the locks of its parent's threads, but not the threads.

@@ -26,10 +26,14 @@ from trainer.policy.hf_format import checkpoint_views, parameter_names
 from trainer.types import MicroBatch, RouteFormat
 
 
-def start_engine(folder: Path | str, plain: bool = True, kind: type[Engine] = Engine, **settings: object) -> Leader:
-    """Starts an engine for the model in `folder`, awake and without a version; on the CPU by default."""
+def start_engine(
+    folder: Path | str, plain: bool = True, kind: type[Engine] = Engine, **settings: object
+) -> Leader:
+    """Start an engine for the model in `folder`, awake and without a version; on the CPU by default."""
     defaults: dict[str, object] = {"max_model_len": 256, "kv_cache_bytes": 64 << 20, "max_num_seqs": 32}
-    fields: Any = {"plain_cpu_weights": plain, "worker_extension": WORKER_EXTENSION} | defaults | settings
+    fields: Any = (
+        {"plain_cpu_weights": plain, "worker_extension": WORKER_EXTENSION} | defaults | settings
+    )
     return Leader.start(kind(EngineSettings(model=str(folder), **fields)), 120)
 
 
@@ -54,26 +58,35 @@ def gaps(
     for replay in (False, True):
         [batch] = micro_batches(samples, 4000, 0, "cpu", count=1)
         batch.routes = batch.routes if replay else None
-        gaps_by_replay[replay] = batch.trained((score(batch) - batch.engine_logprobs).abs()).sort().values
+        gaps_by_replay[replay] = (
+            batch.trained((score(batch) - batch.engine_logprobs).abs()).sort().values
+        )
     return gaps_by_replay
 
 
 def assert_replay_helps(gaps_by_replay: dict[bool, torch.Tensor]) -> None:
     """Replaying the engine's routes divides the largest gap by 4 or more, and the 95th percentile by 2 or more."""
-    quantiles = {replay: (gap[int(0.95 * len(gap))].item(), gap[-1].item()) for replay, gap in gaps_by_replay.items()}
+    quantiles = {
+        replay: (gap[int(0.95 * len(gap))].item(), gap[-1].item())
+        for replay, gap in gaps_by_replay.items()
+    }
     print(f"gap p95, max without and with the engine's routes: {quantiles}")
-    assert quantiles[True][1] <= quantiles[False][1] / 4 and quantiles[True][0] <= quantiles[False][0] / 2
+    assert (
+        quantiles[True][1] <= quantiles[False][1] / 4 and quantiles[True][0] <= quantiles[False][0] / 2
+    )
 
 
 def assert_as_close_as_bfloat16(policy: "HfPolicy", prompt: list[int], sampled: Generation) -> None:
-    """The engine is about as far from plain Transformers in float32 as plain Transformers in the policy's dtype is.
+    """Return the engine is about as far from plain Transformers in float32 as plain Transformers in the policy's dtype is.
 
     Both distances are means over the answer's log-probabilities. Two ways of summing in bfloat16 differ by half, and
     the weights of another seed by ten times as much.
     """
     exact = HfPolicy.__new__(HfPolicy)
     exact.device, exact.model = policy.device, copy.deepcopy(policy.model).float()
-    expected, rounded = (model.logprobs(prompt + sampled.token_ids)[len(prompt) - 1 :] for model in (exact, policy))
+    expected, rounded = (
+        model.logprobs(prompt + sampled.token_ids)[len(prompt) - 1 :] for model in (exact, policy)
+    )
     noise, gap = (
         sum(abs(a - b) for a, b in zip(logprobs, expected, strict=True)) / len(expected)
         for logprobs in (rounded, sampled.logprobs)
@@ -85,17 +98,21 @@ def assert_as_close_as_bfloat16(policy: "HfPolicy", prompt: list[int], sampled: 
 class HfPolicy:
     """The smallest possible policy: a Transformers model in this process, and a version."""
 
-    def __init__(self, folder: Path | str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, folder: Path | str, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
         self.device = torch.device(device)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(self.device)
         self.version = 0
 
     @torch.no_grad()
     def randomise(self, seed: int) -> None:
-        """Gives every parameter new values, and the version a new number."""
+        """Give every parameter new values, and the version a new number."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.model.parameters():
-            values = torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.dim() == 1 else 0.1)
+            values = torch.randn(parameter.shape, generator=generator) * (
+                0.3 if parameter.dim() == 1 else 0.1
+            )
             parameter.copy_(values)
             if parameter.dim() == 1:
                 parameter.add_(1.0)
@@ -105,7 +122,8 @@ class HfPolicy:
     def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Log-probability of each of `token_ids[1:]` in plain Transformers."""
         table = torch.log_softmax(
-            self.model(torch.tensor([token_ids], device=self.device)).logits[0].float() / temperature, dim=-1
+            self.model(torch.tensor([token_ids], device=self.device)).logits[0].float() / temperature,
+            dim=-1,
         )
         return [table[i, token].item() for i, token in enumerate(token_ids[1:])]
 
@@ -114,7 +132,7 @@ class HfPolicy:
 
     @torch.no_grad()
     def compute_in(self, memory: dict[str, torch.Tensor]) -> None:
-        """Moves parameters to other memory, which must hold the same values already."""
+        """Move parameters to other memory, which must hold the same values already."""
         for name, parameter in ((n, p) for n, p in parameter_names(self.model).items() if n in memory):
             assert torch.equal(memory[name].view(parameter.shape), parameter), name
             parameter.data = memory[name].view(parameter.shape)
@@ -150,7 +168,11 @@ class Colocated:
         self.leader = start_engine(folder, plain, dtype=name, shared_weights=shared, **engine)
         self.policy = policy or HfPolicy(folder, device, dtype)
         self.source = source or FsdpWeightSource(
-            list(parameter_names(self.policy.model).items() if policy is None else policy.named_parameters()),
+            list(
+                parameter_names(self.policy.model).items()
+                if policy is None
+                else policy.named_parameters()
+            ),
             dtype,
             lambda name, shape: checkpoint_views(self.policy.model, name, shape),
         )
@@ -160,7 +182,9 @@ class Colocated:
         if shared:
             way = ZeroCopy(device, self.source.parameters(), self.policy.compute_in, 60)
         folder = Path(self._folder.name)
-        self.manager = ShardingManager(self.source, device, settings, folder, leader=self.leader, way=way)
+        self.manager = ShardingManager(
+            self.source, device, settings, folder, leader=self.leader, way=way
+        )
         self.manager.connect()
 
     def __enter__(self) -> Self:
@@ -172,8 +196,10 @@ class Colocated:
         self._folder.cleanup()
 
     def complete(self, prompt: list[int], sampling: SamplingSettings, seed: int = 0) -> Generation:
-        """Samples an answer at the policy's version."""
-        coroutine = self.leader.engine.complete(prompt, sampling, seed=seed, policy_version=self.policy.version)
+        """Sample an answer at the policy's version."""
+        coroutine = self.leader.engine.complete(
+            prompt, sampling, seed=seed, policy_version=self.policy.version
+        )
         return self.leader.thread.run(coroutine, 60, "a test completion")
 
     def gap(self, prompt: list[int], completion: Generation, temperature: float) -> float:

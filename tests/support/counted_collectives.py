@@ -1,4 +1,4 @@
-"""Counts the collectives of an update as they are called, and compares them with the plan's."""
+"""Count the collectives of an update as they are called, and compare them with the plan's."""
 
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,18 @@ class Counted(TorchDispatchMode):
 
     def traffic(self) -> Traffic:
         names = ("allgather_base", "reduce_scatter_base", "allreduce")
-        return Traffic(*(figures.get(name, 0) for name in names for figures in (self.calls, self.nbytes)))
+        return Traffic(
+            *(figures.get(name, 0) for name in names for figures in (self.calls, self.nbytes))
+        )
 
 
 def check_traffic(folder: Path, tied: bool, kind: str = "qwen2", **settings: Any) -> None:
     """Counted and planned collectives are equal, to the byte."""
     path = checks.model_folder(folder, kind, tied)
     policy = checks.make_policy(path, dtype="bfloat16", **settings)
-    batches = micro_batches(checks.make_samples(), 40, 0, torch.device("cpu"), count=MICRO_BATCHES, packing=True)
+    batches = micro_batches(
+        checks.make_samples(), 40, 0, torch.device("cpu"), count=MICRO_BATCHES, packing=True
+    )
     loss = checks.make_loss(batches)
     with Counted() as counted:
         policy.update(batches, loss, checks.TEMPERATURE)

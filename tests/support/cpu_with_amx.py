@@ -1,4 +1,4 @@
-"""Runs engines on a processor that claims AMX and bfloat16 instructions. Not a test: test_cpu_kernels.py starts it.
+"""Run engines on a processor that claims AMX and bfloat16 instructions. Not a test: test_cpu_kernels.py starts it.
 
 `python -m tests.support.cpu_with_amx FOLDER` prints a line of JSON for each architecture: the processor and the kernels
 that its worker sees (`KernelReport`), and how its two updates were verified.
@@ -16,7 +16,7 @@ PROMPT = [14, 50, 77, 120, 9]
 
 
 def report(folder: Path, architecture: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Updates an engine twice, and returns what its worker reports of processor and kernels."""
+    """Update an engine twice, and return what its worker reports of processor and kernels."""
     from generation.engine.sampling import SamplingSettings
     from tests.support.colocated import Colocated
     from trainer.commands.tiny_model import make_tiny_model

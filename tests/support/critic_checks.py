@@ -21,7 +21,7 @@ GOAL = 0.7
 
 
 def make_reward_model(folder: Path, kind: str) -> Path:
-    """Makes a random classifier with one label on the trunk of `kind`."""
+    """Make a random classifier with one label on the trunk of `kind`."""
     torch.manual_seed(3)
     source = checks.model_folder(folder, kind, False)
     model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, dtype=torch.float32)
@@ -31,14 +31,18 @@ def make_reward_model(folder: Path, kind: str) -> Path:
 
 
 def make_critic(source: Path, **settings: Any) -> Critic:
-    """A critic in float32 whose gradients are not clipped."""
+    """Return a critic in float32 whose gradients are not clipped."""
     settings = {"dtype": "float32", "lr": 1e-3, "max_grad_norm": 1e9} | settings
     return Critic(ModelConfig(path=str(source)), PolicyConfig(**settings), checks.CPU)
 
 
-def squared_error(batches: list[MicroBatch]) -> Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]:
-    """A loss for critics: the mean squared distance of values from GOAL, over all ranks' trainable tokens."""
-    tokens = all_reduce_sum({"n": float(sum(batch.loss_mask.sum() for batch in batches)) / checks.ways})["n"]
+def squared_error(
+    batches: list[MicroBatch],
+) -> Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]:
+    """Return a loss for critics: the mean squared distance of values from GOAL, over all ranks' trainable tokens."""
+    tokens = all_reduce_sum({"n": float(sum(batch.loss_mask.sum() for batch in batches)) / checks.ways})[
+        "n"
+    ]
     return lambda batch, values: (
         (((values - GOAL) ** 2) * batch.loss_mask).sum() / tokens,
         {"n": batch.loss_mask.sum()},
@@ -55,7 +59,7 @@ class Plain(nn.Module):
         self.head.weight = nn.Parameter(head.clone())
 
     def values(self, sample: Sample) -> Tensor:
-        """Values of the states in which tokens 1, 2, … were sampled."""
+        """Return values of the states in which tokens 1, 2, … were sampled."""
         ids = torch.tensor([sample.input_ids])
         return self.head(self.trunk(ids).last_hidden_state)[0, :-1, 0]
 
@@ -69,7 +73,7 @@ class Plain(nn.Module):
 
 
 def captured_gradients(model: ShardedModel, update: Callable[[], Any]) -> dict[str, Tensor]:
-    """The gradients that an update applies, gathered."""
+    """Return the gradients that an update applies, gathered."""
     captured: dict[str, Tensor] = {}
 
     def capture(*_: Any) -> None:
@@ -83,7 +87,7 @@ def captured_gradients(model: ShardedModel, update: Callable[[], Any]) -> dict[s
 
 
 def check_values_and_gradients(folder: Path, kind: str, **settings: Any) -> None:
-    """A reward model that is trained further as a critic has the plain model's values and gradients."""
+    """Return a reward model that is trained further as a critic has the plain model's values and gradients."""
     source, samples = folder / f"{kind}_reward", checks.make_samples()
     critic, batches = make_critic(source, **settings), checks.own_batches(samples, 33, packing=True)
     head = critic.trained()["score.weight"].detach().full_tensor()
@@ -107,7 +111,9 @@ def check_head_on_shared_trunk(folder: Path, **settings: Any) -> None:
     """
     source, samples = checks.model_folder(folder), checks.make_samples()
     settings = {"dtype": "float32", "lr": 1e-2, "max_grad_norm": 1e9} | settings
-    policy = FsdpPolicy(ModelConfig(path=str(source)), PolicyConfig(**settings), checks.CPU, value_head=True)
+    policy = FsdpPolicy(
+        ModelConfig(path=str(source)), PolicyConfig(**settings), checks.CPU, value_head=True
+    )
     batches = checks.own_batches(samples, 33)
     error = squared_error(batches)
 
@@ -128,7 +134,7 @@ def check_head_on_shared_trunk(folder: Path, **settings: Any) -> None:
 
 
 def check_state(folder: Path, **settings: Any) -> None:
-    """A critic restored from a checkpoint makes the same next update, bit for bit."""
+    """Return a critic restored from a checkpoint makes the same next update, bit for bit."""
     source, batches = checks.model_folder(folder), checks.own_batches(checks.make_samples(), 60)
     first, second = make_critic(source, **settings), make_critic(source, **settings)
     assert not any(values.any() for values in first.score(batches)), "a new head must be zeros"
@@ -137,7 +143,9 @@ def check_state(folder: Path, **settings: Any) -> None:
     path = checkpoint.save(folder / f"critic_{world_size()}", 1, {"critic": first}, {})
     checkpoint.load(path, {"critic": second})
     assert second.version == 2
-    assert first.update(batches, squared_error(batches)) == second.update(batches, squared_error(batches))
+    assert first.update(batches, squared_error(batches)) == second.update(
+        batches, squared_error(batches)
+    )
     restored = second.trained()
     for name, parameter in first.trained().items():
         assert torch.equal(parameter.detach().full_tensor(), restored[name].detach().full_tensor()), name

@@ -27,14 +27,14 @@ STAGES = (1, 2, 3)
 
 
 def zero_policy(folder: Path, stage: int, **settings: Any) -> DeepSpeedPolicy:
-    """A ZeRO policy in float32 whose gradients are not clipped."""
+    """Return a ZeRO policy in float32 whose gradients are not clipped."""
     settings = {"dtype": "float32", "lr": 1e-3, "max_grad_norm": 1e9} | settings
     config = PolicyConfig(backend="deepspeed", zero_stage=stage, **settings)  # type: ignore[arg-type]
     return DeepSpeedPolicy(ModelConfig(path=str(folder)), config, checks.CPU)
 
 
 def masters(policy: FsdpPolicy | DeepSpeedPolicy) -> dict[str, Tensor]:
-    """Copies of the whole master weights."""
+    """Copy of the whole master weights."""
     return {name: tensor.full_tensor().clone() for name, tensor in policy.state_dict()["model"].items()}
 
 
@@ -49,7 +49,7 @@ def check_three_steps(folder: Path, stage: int, kind: str, tied: bool, **setting
 
 
 def check_routed(folder: Path, stage: int) -> None:
-    """A mixture computes as one process does, with given routes, and with recorded ones and a balance loss."""
+    """Return a mixture computes as one process does, with given routes, and with recorded ones and a balance loss."""
     from deepspeed.utils import safe_get_full_grad
 
     def gradients(policy: DeepSpeedPolicy, batches: Any, name: str) -> dict[str, Tensor]:
@@ -57,7 +57,9 @@ def check_routed(folder: Path, stage: int) -> None:
         step = policy.engine.step
 
         def capture() -> None:
-            captured.update({name: safe_get_full_grad(p).clone() for name, p in policy.named_parameters()})
+            captured.update(
+                {name: safe_get_full_grad(p).clone() for name, p in policy.named_parameters()}
+            )
             step()
 
         policy.engine.step = capture
@@ -76,7 +78,7 @@ def check_fsdp_steps(folder: Path, **settings: Any) -> None:
 
 
 def check_source(folder: Path, stage: int, kind: str, tied: bool) -> None:
-    """The engine would be sent exactly the checkpoint, and nothing stays gathered."""
+    """Return the engine would be sent exactly the checkpoint, and nothing stays gathered."""
     policy = zero_policy(checks.model_folder(folder, kind, tied), stage)
     checks.check_sent(policy)
     if stage == 3:
@@ -84,7 +86,7 @@ def check_source(folder: Path, stage: int, kind: str, tied: bool) -> None:
 
 
 def check_route_bias(folder: Path, stage: int) -> None:
-    """The bias that decides routes is the checkpoint's, in float32, whatever dtype the policy computes in."""
+    """Return the bias that decides routes is the checkpoint's, in float32, whatever dtype the policy computes in."""
     policy = zero_policy(checks.model_folder(folder, "deepseek_v3", False), stage, dtype="bfloat16")
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     stored = load_file(policy.source / "model.safetensors")[name]
@@ -93,7 +95,7 @@ def check_route_bias(folder: Path, stage: int) -> None:
 
 
 def check_nan_on_one_rank(folder: Path, stage: int) -> None:
-    """A NaN on one rank skips the update on all; the second in a row ends the training."""
+    """Return a NaN on one rank skips the update on all; the second in a row ends the training."""
     policy = zero_policy(checks.model_folder(folder), stage, max_skipped_steps=2)
     batches = checks.own_batches(checks.make_samples(), 60)
     bad = checks.make_loss(batches, factor=float("nan") if checks.rank() == 1 else 1.0)
@@ -134,7 +136,7 @@ def check_checkpoints_cross(folder: Path, stage: int) -> None:
 
 
 def check_export(folder: Path, stage: int, kind: str, tied: bool) -> None:
-    """An exported model opens in plain Transformers with the master weights."""
+    """Return an exported model opens in plain Transformers with the master weights."""
     source, target = checks.model_folder(folder, kind, tied), folder / f"zero_export_{kind}_{stage}"
     policy = zero_policy(source, stage)
     batches = checks.own_batches(checks.make_samples(), 60)
@@ -156,7 +158,7 @@ def check_small_steps_are_not_lost(folder: Path, stage: int) -> None:
 
 
 def check_read_once(folder: Path, stage: int) -> None:
-    """A bfloat16 checkpoint is read once; a float32 one is read again for the master weights."""
+    """Return a bfloat16 checkpoint is read once; a float32 one is read again for the master weights."""
     source = checks.model_folder(folder)
     half = folder / f"half_{stage}"
     if checks.rank() == 0:
@@ -186,7 +188,10 @@ def check_read_once(folder: Path, stage: int) -> None:
 def check_planned_memory(folder: Path, stage: int) -> None:
     """Between updates a rank holds what the plan says, DeepSpeed's buffers included, to within 1 %."""
     path = checks.model_folder(folder)
-    sections = {"policy": {"backend": "deepspeed", "zero_stage": stage, "dtype": "bfloat16"}, "run": {"device": "cpu"}}
+    sections = {
+        "policy": {"backend": "deepspeed", "zero_stage": stage, "dtype": "bfloat16"},
+        "run": {"device": "cpu"},
+    }
     config = TrainConfig.model_validate(sections | {"model": {"path": str(path)}, "data": {"path": "d"}})
     parts = trainer_parts(config, model_sizes(config, str(path)), checks.world_size(), 80.0)
     planned = {part.name: part.generating for part in parts}
@@ -195,20 +200,23 @@ def check_planned_memory(folder: Path, stage: int) -> None:
     policy = zero_policy(path, stage, dtype="bfloat16")
     gc.collect()
     held = sum(nbytes for place, nbytes in storages().items() if place not in before)
-    bucket = planned.pop("policy: bucket of gradients", 0)  # so large that it would hide an error in the other parts
+    # So large that it would hide an error in the other parts
+    bucket = planned.pop("policy: bucket of gradients", 0)
     assert held - bucket == pytest.approx(sum(planned.values()), rel=0.01), (held, planned)
     assert policy.version == 0 and bucket == (0 if stage < 3 else 4 * ZERO_BUCKET)
 
 
 def storages() -> dict[int, int]:
-    """The bytes of every CPU storage that Python's tensors use, by address."""
-    tensors = (item for item in gc.get_objects() if issubclass(type(item), Tensor) and item.device.type == "cpu")
+    """Return the bytes of every CPU storage that Python's tensors use, by address."""
+    tensors = (
+        item for item in gc.get_objects() if issubclass(type(item), Tensor) and item.device.type == "cpu"
+    )
     pieces = (tensor.untyped_storage() for tensor in tensors)
     return {piece.data_ptr(): piece.nbytes() for piece in pieces if piece.nbytes()}
 
 
 def check_zero_shifts(folder: Path, stage: int, dtype: str = "float32") -> None:
-    """A policy that offloads its memory between updates makes the same updates, bit for bit."""
+    """Return a policy that offloads its memory between updates makes the same updates, bit for bit."""
 
     def weights(policy: DeepSpeedPolicy) -> list[Tensor]:
         return [getattr(p, "ds_tensor", p) for _, p in policy.named_parameters()]
@@ -219,7 +227,7 @@ def check_zero_shifts(folder: Path, stage: int, dtype: str = "float32") -> None:
 
 
 def two_ranks(models: str, results: str) -> None:
-    """Runs every check on two ranks, and writes the results to the file `results`."""
+    """Run every check on two ranks, and write the results to the file `results`."""
     init_process_group(60, "cpu")
     folder = Path(models)
     run: dict[str, Callable[[], None]] = {}
@@ -238,7 +246,9 @@ def two_ranks(models: str, results: str) -> None:
     run["steps hsdp, whole on every rank"] = lambda: check_fsdp_steps(folder, shard_size=1)
     run["steps zero 3, experts"] = lambda: check_three_steps(folder, 3, "qwen3_moe", False)
     run["routed"] = lambda: check_routed(folder, 3)
-    run["steps zero 3, offloaded"] = lambda: check_three_steps(folder, 3, "llama", False, update_on="host")
+    run["steps zero 3, offloaded"] = lambda: check_three_steps(
+        folder, 3, "llama", False, update_on="host"
+    )
     run["export whole"] = lambda: check_export(folder, 2, "qwen2", True)
     run["export cut"] = lambda: check_export(folder, 3, "qwen3_moe", False)
     run["sent whole"] = lambda: check_source(folder, 1, "qwen2", True)

@@ -5,7 +5,7 @@ import subprocess
 
 
 def many_digits(completion: str) -> float:
-    """A reward that differs within almost every group of an untrained model."""
+    """Return a reward that differs within almost every group of an untrained model."""
     return sum(ord(character) % 7 for character in completion) / 10
 
 
@@ -18,6 +18,7 @@ class LeavesProcesses:
     def __call__(self, completion: str) -> float:
         if not self._left:
             self._left = True
-            name = "0." + str(int(os.environ["HOTBUNK_TEST_RUN"], 16))  # sleep takes it for part of a second
+            # Sleep takes it for part of a second
+            name = "0." + str(int(os.environ["HOTBUNK_TEST_RUN"], 16))
             subprocess.Popen(["sleep", "10000", name], env={}, start_new_session=True)
         return many_digits(completion)

@@ -28,13 +28,13 @@ EXPERTS = {"even": 8, "uneven": 6}
 
 
 def make_mixtures(models: Path) -> None:
-    """Writes a mixture for each of EXPERTS, in a folder of its own."""
+    """Write a mixture for each of EXPERTS, in a folder of its own."""
     for name, experts in EXPERTS.items():
         checks.make_model(MIXTURE[0], checks.model_folder(models / name, *MIXTURE), MIXTURE[1], experts)
 
 
 def make_policy(folder: Path, size: int, **settings: Any) -> FsdpPolicy:
-    """A policy whose experts are split over groups of `size` ranks, with the settings of `three_steps`."""
+    """Return a policy whose experts are split over groups of `size` ranks, with the settings of `three_steps`."""
     source = checks.model_folder(folder, *MIXTURE)
     return checks.make_policy(source, **three_steps.SETTINGS | settings, expert_parallel=size)
 
@@ -47,7 +47,7 @@ def check_next_steps(policy: FsdpPolicy, folder: Path, first: int, last: int) ->
 
 
 def check_handed_over(folder: Path, size: int, step: int) -> None:
-    """Continues from a checkpoint of step `step` that other ranks saved, and saves the next for others."""
+    """Continue from a checkpoint of step `step` that other ranks saved, and save the next for others."""
     policy = make_policy(folder, size)
     checkpoint.load(folder / f"step_{step}", {"policy": policy})
     check_next_steps(policy, folder, step + 1, step + 1)
@@ -55,7 +55,7 @@ def check_handed_over(folder: Path, size: int, step: int) -> None:
 
 
 def check_first_step(folder: Path, size: int) -> None:
-    """The first step, saved for other ranks."""
+    """Return the first step, saved for other ranks."""
     policy = make_policy(folder, size)
     check_next_steps(policy, folder, 1, 1)
     checkpoint.save(folder, 1, {"policy": policy}, {})
@@ -68,7 +68,9 @@ def check_busy_rank(folder: Path, size: int) -> None:
         samples = checks.make_samples()
         for sample in samples:
             rows = len(sample.input_ids) - 1, len(form.layers), 1
-            sample.routes = torch.arange(form.top_k, dtype=form.dtype).expand(*rows[:2], form.top_k).contiguous()
+            sample.routes = (
+                torch.arange(form.top_k, dtype=form.dtype).expand(*rows[:2], form.top_k).contiguous()
+            )
         return samples
 
     with patch.object(checks, "routed_samples", to_first):
@@ -85,12 +87,14 @@ def check_idle_ranks(folder: Path, size: int) -> None:
 
 
 def check_scores(folder: Path, size: int) -> None:
-    """A reference's log-probabilities, in float32 and bfloat16, are those of experts that are gathered."""
+    """Return a reference's log-probabilities, in float32 and bfloat16, are those of experts that are gathered."""
     model = ModelConfig(path=str(checks.model_folder(folder, *MIXTURE)))
     for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 0.05)):
         batches = checks.own_batches(checks.make_samples(), 33, packing=True)
         split, whole = (
-            FrozenPolicy(model, PolicyConfig(dtype=dtype, expert_parallel=ways), checks.CPU).score(batches, 1.0)
+            FrozenPolicy(model, PolicyConfig(dtype=dtype, expert_parallel=ways), checks.CPU).score(
+                batches, 1.0
+            )
             for ways in (size, 1)
         )
         for got, wanted in zip(split, whole, strict=True):
@@ -113,9 +117,11 @@ def check_adapters(folder: Path, size: int) -> None:
 
 
 def checks_of(even: Path) -> dict[str, Callable[[], None]]:
-    """The checks that two and four ranks share."""
+    """Return the checks that two and four ranks share."""
     return {
-        "routed": lambda: checks.check_routed(even, expert_parallel=2, activation_checkpointing="every_second"),
+        "routed": lambda: checks.check_routed(
+            even, expert_parallel=2, activation_checkpointing="every_second"
+        ),
         "shared sequences": sequence_checks.sharing(
             2, lambda: sequence_checks.check_update(even, *MIXTURE, 33, expert_parallel=2)
         ),
@@ -125,7 +131,7 @@ def checks_of(even: Path) -> dict[str, Callable[[], None]]:
 
 
 def two_ranks(models: str, results: str) -> None:
-    """Runs the checks on two ranks, and writes the results to a file."""
+    """Run the checks on two ranks, and write the results to a file."""
     init_process_group(60, "cpu")
     even = Path(models) / "even"
     source = checks.model_folder(even, *MIXTURE)
@@ -149,11 +155,13 @@ def two_ranks(models: str, results: str) -> None:
 
 
 def four_ranks(models: str, results: str) -> None:
-    """Runs the checks on four ranks, and writes the results to a file."""
+    """Run the checks on four ranks, and write the results to a file."""
     init_process_group(60, "cpu")
     even, uneven = (Path(models) / name for name in EXPERTS)
     run = checks_of(even) | {
-        "three steps": lambda: check_next_steps(make_policy(uneven, 2, activation_checkpointing="full"), uneven, 1, 3),
+        "three steps": lambda: check_next_steps(
+            make_policy(uneven, 2, activation_checkpointing="full"), uneven, 1, 3
+        ),
         "uneven sent": lambda: checks.check_sent(make_policy(uneven, 2)),
         "second step": lambda: check_handed_over(even, 4, 1),
         "replicas": lambda: check_next_steps(make_policy(even, 2, shard_size=2), even, 1, 1),

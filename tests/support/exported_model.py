@@ -1,4 +1,4 @@
-"""Compares plain vLLM with plain Transformers on exported models, neither of which knows of this project.
+"""Compare plain vLLM with plain Transformers on exported models, neither of which knows of this project.
 
     PYTHONPATH=generation/shims OMP_NUM_THREADS=1 python tests/support/exported_model.py FOLDER [FOLDER ...]
 
@@ -28,34 +28,44 @@ ENVIRONMENT = {
 
 @torch.no_grad()
 def differences(folder: Path, dtype: str) -> Tensor:
-    """Returns the absolute differences of all sampled tokens' log-probabilities."""
+    """Return the absolute differences of all sampled tokens' log-probabilities."""
     import vllm
 
-    engine = vllm.LLM(str(folder), dtype=dtype, enforce_eager=True, enable_prefix_caching=False, max_model_len=256)
+    engine = vllm.LLM(
+        str(folder), dtype=dtype, enforce_eager=True, enable_prefix_caching=False, max_model_len=256
+    )
     sampling = vllm.SamplingParams(max_tokens=24, seed=0, logprobs=0, ignore_eos=True)
-    answers = engine.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
+    answers = engine.generate(
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False
+    )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if model.config._attn_implementation == "sdpa":  # which leaves out soft caps of attention's scores
         model.set_attn_implementation("eager")
     parts = []
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         output = answer.outputs[0]
-        seen = [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]
+        seen = [
+            step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)
+        ]
         ids = torch.tensor([[*prompt, *output.token_ids]])
-        log_p = model.eval()(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        log_p = (
+            model.eval()(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        )
         parts.append((log_p.gather(1, ids[0, len(prompt) :, None])[:, 0] - torch.tensor(seen)).abs())
     return torch.cat(parts)
 
 
 def main() -> int:
-    """Compares the models of the folders named on the command line. Returns the exit status."""
+    """Compare the models of the folders named on the command line. Return the exit status."""
     os.environ.update(ENVIRONMENT)
     failed = 0
     for folder in map(Path, sys.argv[1:]):
         config = json.loads((folder / "config.json").read_bytes())
         narrow = bool(config.get("text_config", config).get("linear_key_head_dim"))
         gaps = differences(folder, "bfloat16" if narrow else "float32")
-        print(f"{folder}: mean {float(gaps.mean()):.1e}, largest {float(gaps.max()):.1e} nats", flush=True)
+        print(
+            f"{folder}: mean {float(gaps.mean()):.1e}, largest {float(gaps.max()):.1e} nats", flush=True
+        )
         failed += float(gaps.mean()) > (0.05 if narrow else 1e-5)
     return int(failed > 0)
 

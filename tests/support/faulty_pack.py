@@ -1,4 +1,4 @@
-"""Packs whose boundaries are off by one, a fault put in on purpose."""
+"""Pack whose boundaries are off by one, a fault put in on purpose."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from trainer.types import MicroBatch
 
 
 def shifted_inputs(batch: MicroBatch) -> tuple[Tensor, Packing]:
-    """Returns what `trunk_inputs` does, but each boundary inside a pack is one token later."""
+    """Return what `trunk_inputs` does, but each boundary inside a pack is one token later."""
     inputs, packing = trunk_inputs(batch)
     lengths = packing.get("sequence_lengths", [])
     if len(lengths) > 1:

@@ -26,7 +26,7 @@ class FaultyWorker(VllmInternalWorkerExtension):
         return {"error": None, "parameters": len(stale)}
 
     def pack_convolution(self) -> dict[str, Any]:
-        """Packs a convolution as vLLM does on CPUs with AVX512-BF16, in an order that no CPU has."""
+        """Pack a convolution as vLLM does on CPUs with AVX512-BF16, in an order that no CPU has."""
         model: torch.nn.Module = self.model_runner.model  # type: ignore[attr-defined]
         layers = [(name, module) for name, module in model.named_modules() if name.endswith("conv1d")]
         name, layer = layers[0]

@@ -1,4 +1,4 @@
-"""Forks the Python processes of tests from servers that have imported everything, which saves most of their time.
+"""Fork the Python processes of tests from servers that have imported everything, which saves most of their time.
 
 One of the two servers finds torchvision; each imports when it is first asked for a process. All processes of pytest
 share them, and are forks of them. `python tests/support/forked.py ...` is a forked `python ...`.
@@ -47,7 +47,9 @@ def start_server() -> None:
     code += f"; serve({listener.fileno()}, {ended})"
     quiet = os.environ | {"TORCH_LOGS": "-torch._library.triton"}
     descriptors = (listener.fileno(), ended)
-    subprocess.Popen([sys.executable, "-c", code], pass_fds=descriptors, stdin=subprocess.DEVNULL, env=quiet)
+    subprocess.Popen(
+        [sys.executable, "-c", code], pass_fds=descriptors, stdin=subprocess.DEVNULL, env=quiet
+    )
     os.environ[_ADDRESS] = listener.getsockname()
     os.close(ended)
     listener.close()
@@ -59,7 +61,8 @@ def serve(listener: int, ended: int) -> None:
         return
     sys.warnoptions.append("ignore")  # as in `main`
     hidden: Any = None
-    sys.modules["ray"] = hidden  # vLLM imports it where it can; it reads its environment as it is imported
+    # vLLM imports it where it can; it reads its environment as it is imported
+    sys.modules["ray"] = hidden
     with suppress(ImportError):  # vLLM is not the build for CPUs
         for name in import_module("tests.support.preloaded").MODULES:
             import_module(name)
@@ -74,10 +77,11 @@ class _Server(multiprocessing.forkserver.ForkServer):
         super().__init__()
         slots: Any = self
         slots._forkserver_address = os.environ[_ADDRESS]
-        slots._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # unused: the server lives as long as pytest
+        # unused: the server lives as long as pytest
+        slots._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
 
     def ensure_running(self) -> None:
-        """Does nothing, since the server runs already."""
+        """Do nothing, since the server runs already."""
 
 
 server = cache(_Server)
@@ -91,13 +95,16 @@ class _Streams:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs `python` with these arguments in a fork; signals that this process gets are passed on."""
-    sys.warnoptions.append("ignore")  # the resource tracker would warn of shared memory of processes that tests kill
+    """Run `python` with these arguments in a fork; signal that this process gets are passed on."""
+    # The resource tracker would warn of shared memory of processes that tests kill
+    sys.warnoptions.append("ignore")
     multiprocessing.forkserver.connect_to_new_process = server().connect_to_new_process
     handed_on = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     del sys.modules["__main__"].__file__  # otherwise the fork would run this file first
     context = multiprocessing.get_context("forkserver")
-    fork = context.Process(target=_be_python, args=(_Streams(), list(arguments), dict(os.environ), os.getcwd()))
+    fork = context.Process(
+        target=_be_python, args=(_Streams(), list(arguments), dict(os.environ), os.getcwd())
+    )
     signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)
     fork.start()
     assert fork.pid is not None

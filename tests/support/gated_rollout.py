@@ -11,14 +11,16 @@ from generation.trajectory import Trajectory
 
 
 def wait_at(gate: Path) -> None:
-    """Waits until the file exists, and marks that it is waiting."""
+    """Wait until the file exists, and mark that it is waiting."""
     gate.with_suffix(".reached").touch()
     while not gate.exists():
         time.sleep(0.1)
 
 
-async def gated(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings, *, folder: str) -> Trajectory:
-    """Samples twice, and between the turns of step N (3 or 4) waits for the file FOLDER/N.
+async def gated(
+    llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings, *, folder: str
+) -> Trajectory:
+    """Sample twice, and between the turns of step N (3 or 4) waits for the file FOLDER/N.
 
     FOLDER/N.reached says that an episode is waiting.
     """

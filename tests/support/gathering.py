@@ -13,7 +13,7 @@ from sharding.wire.staging import STAMP_BYTES
 
 
 def sent(source: WeightSource) -> dict[str, Tensor]:
-    """Returns every weight by its name in the checkpoint, gathered as for a sync. Collective."""
+    """Return every weight by its name in the checkpoint, gathered as for a sync. Collective."""
     parameters = source.parameters()
     slots = [torch.empty(parameter.nbytes, dtype=torch.uint8) for parameter in parameters]
     source.gather_into([parameter.name for parameter in parameters], slots)
@@ -27,7 +27,7 @@ def sent(source: WeightSource) -> dict[str, Tensor]:
 
 
 def sent_in_parts(source: WeightSource, bucket_bytes: int) -> dict[str, Tensor]:
-    """Returns what `sent` does, gathered through a buffer of `bucket_bytes`; each element arrives once. Collective."""
+    """Return what `sent` does, gathered through a buffer of `bucket_bytes`; each element arrives once. Collective."""
     parameters = source.parameters()
     pieces = [piece for parameter in parameters for piece in parameter.pieces]
     weights = {p.name: torch.zeros(p.shape, dtype=getattr(torch, p.dtype)) for p in pieces}
@@ -47,7 +47,7 @@ def sent_in_parts(source: WeightSource, bucket_bytes: int) -> dict[str, Tensor]:
 
 
 def assert_ranks_hold(source: ShardedSource, weights: dict[str, Tensor]) -> None:
-    """The digests of all ranks' parts add up to those of these weights, and of no other weights. Collective."""
+    """Return the digests of all ranks' parts add up to those of these weights, and of no other weights. Collective."""
     check = Verification(source, source.parameters(), "full", version=1)
     views = {name: [[0, list(weight.shape), list(weight.stride())]] for name, weight in weights.items()}
     check.expect([{"plain": True, "views": views}])

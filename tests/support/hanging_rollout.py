@@ -9,7 +9,7 @@ from generation.trajectory import Trajectory
 
 
 async def hangs_in_step_4(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
-    """Generates one answer, except in step 4, where it sleeps."""
+    """Generate one answer, except in step 4, where it sleeps."""
     if llm.settings.step == 4:
         await asyncio.sleep(1000)
     return await one_shot(llm, row, sampling)

@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make(folder: Path, update_on: str, case: str, clip: float = 1e9, **policy: Any) -> ShardedModel:
-    """A model of this case whose gradients are clipped to `clip`."""
+    """Return a model of this case whose gradients are clipped to `clip`."""
     keys = SETTINGS | CASES[case] | {"update_on": update_on, "max_grad_norm": clip} | policy
     kind, lora = keys.pop("kind", FsdpPolicy), keys.pop("lora", None)
     more = {"lora": lora} if lora else {}
@@ -50,16 +50,18 @@ def step(model: ShardedModel, factor: float = 1.0, lengths: list[int] = checks.L
     assert isinstance(model, FsdpPolicy)
 
     def loss_of(batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """Makes the sampled tokens likelier."""
+        """Make the sampled tokens likelier."""
         return -(outputs.logprobs * batch.loss_mask).mean() * factor, {"n": batch.loss_mask.sum()}
 
     return model.update(batches, loss_of, checks.TEMPERATURE)
 
 
 def state(model: ShardedModel) -> dict[str, Tensor]:
-    """Copies of this rank's parts of weights and moments, by name."""
+    """Copy of this rank's parts of weights and moments, by name."""
     kept = model.state_dict()
-    return {f"{s} {n}": local_part(t).clone() for s in ("model", "optimizer") for n, t in kept[s].items()}
+    return {
+        f"{s} {n}": local_part(t).clone() for s in ("model", "optimizer") for n, t in kept[s].items()
+    }
 
 
 def check_host_update(folder: Path, case: str, tolerance: float = 0.0) -> None:
@@ -87,7 +89,7 @@ def check_host_update(folder: Path, case: str, tolerance: float = 0.0) -> None:
 
 
 def two_ranks(models: str, results: str) -> None:
-    """Runs the checks of sharded cases on two ranks, and writes the results to the file `results`."""
+    """Run the checks of sharded cases on two ranks, and write the results to the file `results`."""
     init_process_group(60, "cpu")
     sharded = [case for case in CASES if not case.startswith("in place")]
     checks._on_ranks({case: partial(check_host_update, Path(models), case) for case in sharded}, results)

@@ -18,7 +18,7 @@ from trainer.run import checkpoint
 
 
 def make_policy(folder: Path, shard_size: int | None = 2) -> FsdpPolicy:
-    """A policy with the settings of `three_steps`, in shards over `shard_size` ranks."""
+    """Return a policy with the settings of `three_steps`, in shards over `shard_size` ranks."""
     return checks.make_policy(checks.model_folder(folder), **three_steps.SETTINGS, shard_size=shard_size)
 
 
@@ -30,7 +30,7 @@ def check_next_steps(policy: FsdpPolicy, folder: Path, first: int, last: int) ->
 
 
 def check_handed_over(folder: Path) -> None:
-    """Continues from a checkpoint that one rank saved after step 1, and saves step 2 for that rank to continue from."""
+    """Continue from a checkpoint that one rank saved after step 1, and save step 2 for that rank to continue from."""
     policy = make_policy(folder)
     checkpoint.load(folder / "handed" / "step_1", {"policy": policy})
     check_next_steps(policy, folder, 2, 2)
@@ -38,7 +38,7 @@ def check_handed_over(folder: Path) -> None:
 
 
 def check_groups(folder: Path) -> None:
-    """A second model makes no new process groups, whose communicators would take memory on every GPU."""
+    """Return a second model makes no new process groups, whose communicators would take memory on every GPU."""
     make_policy(folder)
     groups = set(dist.distributed_c10d._world.pg_map)
     make_policy(folder)
@@ -46,7 +46,7 @@ def check_groups(folder: Path) -> None:
 
 
 def check_shards(folder: Path) -> None:
-    """A rank holds half of the model; the engine is sent all of it, and the export has all of it."""
+    """Return a rank holds half of the model; the engine is sent all of it, and the export has all of it."""
     policy = make_policy(folder)
     stored = load_file(checks.model_folder(folder) / "model.safetensors")
     held = sum(p.to_local().numel() for _, p in policy.named_parameters())
@@ -58,21 +58,26 @@ def check_shards(folder: Path) -> None:
     assert {parameter.name for parameter in parameters} == stored.keys()
     for parameter, slot in zip(parameters, slots, strict=True):
         expected = stored[parameter.name]
-        assert torch.equal(slot[: expected.nbytes].view(torch.float32).view(expected.shape), expected), parameter.name
+        assert torch.equal(slot[: expected.nbytes].view(torch.float32).view(expected.shape), expected), (
+            parameter.name
+        )
     assert_ranks_hold(source, stored)
-    assert all(torch.equal(weight, stored[name]) for name, weight in sent_in_parts(source, 1 << 14).items())
+    assert all(
+        torch.equal(weight, stored[name]) for name, weight in sent_in_parts(source, 1 << 14).items()
+    )
     policy.save_pretrained(folder / "hsdp_export")
     exported = load_file(folder / "hsdp_export" / "model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
 
 
 def four_ranks(models: str, results: str) -> None:
-    """Runs every check on four ranks, and writes the results to the file `results`."""
+    """Run every check on four ranks, and write the results to the file `results`."""
     init_process_group(60, "cpu")
     folder = Path(models)
     kinds = [checks.model_folder(folder, kind, tied) for kind, tied in checks.KINDS]
     run: dict[str, Callable[[], None]] = {
-        f"sent {kind.name}": lambda kind=kind: checks.check_sent(checks.make_policy(kind)) for kind in kinds
+        f"sent {kind.name}": lambda kind=kind: checks.check_sent(checks.make_policy(kind))
+        for kind in kinds
     }
     run |= {
         "groups": lambda: check_groups(folder),

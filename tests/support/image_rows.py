@@ -17,13 +17,17 @@ _MARKS = ("<|vision_start|>", "<|vision_end|>")
 
 
 def noise(seed: int, width: int, height: int) -> Image:
-    """An image of random pixels."""
-    pixels = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    """Return an image of random pixels."""
+    pixels = torch.randint(
+        256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
+    )
     return Image.read(Pillow.fromarray(pixels.numpy()))
 
 
-def make_sample(processor: ImageProcessor, parts: list[int | Image], seed: int, sampled: int = 6) -> Sample:
-    """A sample of parts (a number of random tokens, or an image), then sampled tokens.
+def make_sample(
+    processor: ImageProcessor, parts: list[int | Image], seed: int, sampled: int = 6
+) -> Sample:
+    """Return a sample of parts (a number of random tokens, or an image), then sampled tokens.
 
     The image placeholder's id is among the sampled tokens if there are more than 3.
     """
@@ -46,7 +50,7 @@ def make_sample(processor: ImageProcessor, parts: list[int | Image], seed: int, 
 
 
 def image_tokens(processor: ImageProcessor, image: Image) -> list[int]:
-    """The tokens of an image from the processor's text for it: placeholders, with the ends of lines if there are."""
+    """Return the tokens of an image from the processor's text for it: placeholders, with the ends of lines if there are."""
     text = processor._replacement(image.size)
     ids: list[int] = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
     first = ids.index(processor.tokenizer.convert_tokens_to_ids("<|image_pad|>"))
@@ -63,7 +67,8 @@ def make_rows(processor: ImageProcessor) -> list[Sample]:
         make_sample(processor, [high], 4, sampled=9),
         make_sample(processor, [2], 5, sampled=1),
     ]
-    cut = make_sample(processor, [4, small, 3, wide], 6, sampled=0)  # an answer, then an image at the very end
+    # An answer, then an image at the very end
+    cut = make_sample(processor, [4, small, 3, wide], 6, sampled=0)
     start, size = cut.image_spans[1]
     answer = range(start - 4, start - 1)
     mask = [int(position in answer) for position in range(start + size)]
@@ -73,7 +78,7 @@ def make_rows(processor: ImageProcessor) -> list[Sample]:
 
 
 def plain_forward(model: PreTrainedModel, processor: ImageProcessor, sample: Sample) -> Any:
-    """The result of Transformers' own forward pass of one row, hidden states included."""
+    """Return the result of Transformers' own forward pass of one row, hidden states included."""
     ids = torch.tensor([sample.input_ids])
     seen = torch.zeros_like(ids, dtype=torch.bool)
     for start, count in sample.image_spans:
@@ -103,8 +108,11 @@ def plain_forward(model: PreTrainedModel, processor: ImageProcessor, sample: Sam
 def plain_outputs(
     model: PreTrainedModel, processor: ImageProcessor, sample: Sample, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of one row in plain Transformers, [T-1]; 0 where masked."""
-    ids, logits = torch.tensor([sample.input_ids]), plain_forward(model, processor, sample).logits[0, :-1] / temperature
+    """Return log-probabilities and entropies of one row in plain Transformers, [T-1]; 0 where masked."""
+    ids, logits = (
+        torch.tensor([sample.input_ids]),
+        plain_forward(model, processor, sample).logits[0, :-1] / temperature,
+    )
     log_p, mask = torch.log_softmax(logits, dim=-1), torch.tensor(sample.loss_mask[1:])
     return log_p.gather(1, ids[0, 1:, None])[:, 0] * mask, -(log_p.exp() * log_p).sum(dim=-1) * mask
 

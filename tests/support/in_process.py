@@ -1,4 +1,4 @@
-"""Runs the real sharding manager and the real worker extension in one process, around a model of a few parameters."""
+"""Run the real sharding manager and the real worker extension in one process, around a model of a few parameters."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -22,10 +22,13 @@ from sharding.worker import extension
 class SmallModel(nn.Module):
     """One rank's part of five weights, with loaders like vLLM's: fused, cut, padded or computed."""
 
-    def __init__(self, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32, times: int = 1) -> None:
+    def __init__(
+        self, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32, times: int = 1
+    ) -> None:
         super().__init__()
         self.rank, self.ranks = rank, ranks
-        self.rows = nn.Parameter(torch.zeros(20 * times // ranks, 6, dtype=dtype))  # three fifths are `a`, the rest `b`
+        # Three fifths are `a`, the rest `b`
+        self.rows = nn.Parameter(torch.zeros(20 * times // ranks, 6, dtype=dtype))
         self.columns = nn.Parameter(torch.zeros(5 * times, 8 // ranks, dtype=dtype))
         self.norm = nn.Parameter(torch.zeros(7 * times, dtype=dtype))
         self.scaled = nn.Parameter(torch.zeros(3 * times, dtype=dtype))
@@ -35,7 +38,9 @@ class SmallModel(nn.Module):
         for name, weight in weights:
             if name in ("a", "b"):
                 part = weight.chunk(self.ranks)[self.rank]
-                (self.rows.data[: len(part)] if name == "a" else self.rows.data[-len(part) :]).copy_(part)
+                (self.rows.data[: len(part)] if name == "a" else self.rows.data[-len(part) :]).copy_(
+                    part
+                )
             elif name == "columns":
                 self.columns.data.copy_(weight.chunk(self.ranks, dim=1)[self.rank])
             elif name == "norm":
@@ -48,7 +53,10 @@ def small_weights(seed: int, times: int = 1) -> dict[str, Tensor]:
     """Random weights for `SmallModel` to load; `times` multiplies the rows of both."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"a": (12, 6), "b": (8, 6), "columns": (5, 8), "norm": (7,), "scaled": (3,)}
-    return {name: torch.randn(rows * times, *rest, generator=generator) for name, (rows, *rest) in shapes.items()}
+    return {
+        name: torch.randn(rows * times, *rest, generator=generator)
+        for name, (rows, *rest) in shapes.items()
+    }
 
 
 class Worker(extension.VllmInternalWorkerExtension):
@@ -61,7 +69,7 @@ class Worker(extension.VllmInternalWorkerExtension):
 
     @classmethod
     def of(cls, model: SmallModel) -> "Worker":
-        """Wraps a small model."""
+        """Wrap a small model."""
         config = SimpleNamespace(dtype=model.norm.dtype, model="of no folder", hf_config=None)
         ranks = SimpleNamespace(tensor_parallel_size=model.ranks)
         return cls(model, SimpleNamespace(model_config=config, parallel_config=ranks))
@@ -134,12 +142,12 @@ class InProcess:
         self.manager.connect()
 
     def sync(self, version: int) -> None:
-        """Sends the weights as this version."""
+        """Send the weights as this version."""
         self.manager.report = SyncReport(version)
         self.manager._sync()
 
     def die(self, model: SmallModel) -> None:
-        """Replaces the worker, as a restart of the engine does; `manager.restart` is to follow."""
+        """Replace the worker, as a restart of the engine does; `manager.restart` is to follow."""
         self.worker = Worker.of(model)
         leader = self.manager._leader
         assert leader is not None and isinstance(leader.engine, OneWorker)

@@ -13,15 +13,20 @@ class KernelReport(VllmInternalWorkerExtension):
     """Adds a report of the processor and of kernels to the worker."""
 
     def hotbunk_kernels(self) -> dict[str, Any]:
-        """Returns `processor`, the features that vLLM sees, and `layers`, the kernel of each layer once it has one."""
+        """Return `processor`, the features that vLLM sees, and `layers`, the kernel of each layer once it has one."""
         model = self.get_model()  # type: ignore[attr-defined]
-        layers = {name: kernel for name, module in model.named_modules() if (kernel := kernel_of(module))}
+        layers = {
+            name: kernel for name, module in model.named_modules() if (kernel := kernel_of(module))
+        }
         processor = {name: getattr(torch.cpu, name)() for name in ASKED}
-        return {"processor": processor | {"bf16": torch.cpu.get_capabilities().get("bf16", False)}, "layers": layers}
+        return {
+            "processor": processor | {"bf16": torch.cpu.get_capabilities().get("bf16", False)},
+            "layers": layers,
+        }
 
 
 def kernel_of(module: Any) -> str | None:
-    """Names the kernel that computes a module, or returns None for a module without one."""
+    """Name the kernel that computes a module, or return None for a module without one."""
     if hasattr(module, "cpu_linear"):
         linear = module.cpu_linear is torch.nn.functional.linear and module.weight.numel() > 0
         return "torch" if linear else "packed"

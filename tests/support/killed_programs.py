@@ -1,4 +1,4 @@
-"""Kills programs that use engines as a library, at random moments, and looks for what they leave behind.
+"""Kill programs that use engines as a library, at random moments, and looks for what they leave behind.
 
     python -m tests.support.killed_programs MODEL [--kinds KIND ...] [--kills 10] [--seed 0]
 
@@ -31,9 +31,7 @@ _SHARED_MEMORY = "/dev/shm/"
 _READY = re.compile(r"^(ready|step 0|0 )", re.MULTILINE)  # the loops print their first step
 _USED = re.compile(r"^(used|step 0|0 )", re.MULTILINE)
 _TRIES = 3  # of a kill whose program ends before
-_SMALL = (
-    "max_model_len=64, max_num_seqs=4, kv_cache_memory_bytes=32 << 20, dtype='float32', verbose=False, compile=False"
-)
+_SMALL = "max_model_len=64, max_num_seqs=4, kv_cache_memory_bytes=32 << 20, dtype='float32', verbose=False, compile=False"
 
 _SERVICE = f"""
 import sys
@@ -98,7 +96,11 @@ class Program:
         else:
             script = program
         steps = ["--steps", "1000"] if kind == "accelerate" else []
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "TMPDIR": str(folder),
+            "HF_HUB_OFFLINE": "1",
+        }
         environment["PYTHONUNBUFFERED"] = "1"  # an event is seen when it is printed
         output = (folder / "output").open("wb")
         command = [sys.executable, str(script), str(model), *steps]
@@ -136,7 +138,11 @@ class Program:
         """Return what is there of the program's processes, shared memory and sockets."""
         processes = [process for process in self.family.values() if _lives(process)]
         strangers = [process for process in psutil.process_iter() if _below(process, self.folder)]
-        left = [f"process {p.pid} {' '.join(_command(p))[:120]}" for p in {*processes, *strangers} if _lives(p)]
+        left = [
+            f"process {p.pid} {' '.join(_command(p))[:120]}"
+            for p in {*processes, *strangers}
+            if _lives(p)
+        ]
         left += [str(path) for path in self.memory if path.exists()]
         for path in self.folder.rglob("*"):
             with suppress(OSError):
@@ -166,7 +172,9 @@ def _below(process: psutil.Process, folder: Path) -> bool:
         return False
 
 
-def kill(kind: str, model: Path, event: str, delay: float, gone_seconds: float = GONE_SECONDS) -> list[str] | None:
+def kill(
+    kind: str, model: Path, event: str, delay: float, gone_seconds: float = GONE_SECONDS
+) -> list[str] | None:
     """Start a program, kill it `delay` seconds after the event, and return what is left after `gone_seconds`.
 
     Return None where the program has ended before. Raises RuntimeError where it ends before the event.
@@ -207,7 +215,10 @@ def kill_at_random(kind: str, model: Path, number: int, dice: random.Random) -> 
             print(f"{kind} {number}: {error}", flush=True)
             continue
         outcome = "had ended" if left is None else "; ".join(left) or "nothing left"
-        print(f"{kind} {number}: {event} + {delay:.2f} s ({time.monotonic() - began:.0f} s): {outcome}", flush=True)
+        print(
+            f"{kind} {number}: {event} + {delay:.2f} s ({time.monotonic() - began:.0f} s): {outcome}",
+            flush=True,
+        )
         if left is not None:
             return left
     return None
@@ -215,7 +226,9 @@ def kill_at_random(kind: str, model: Path, number: int, dice: random.Random) -> 
 
 def main() -> int:
     """Kill programs as the arguments say, and return 1 if one has left something or could not be killed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--kinds", nargs="+", default=[*PROGRAMS], choices=[*PROGRAMS])
     parser.add_argument("--kills", type=int, default=10)
@@ -224,7 +237,10 @@ def main() -> int:
     rows = []
     for kind in arguments.kinds:
         dice = random.Random(f"{arguments.seed} {kind}")
-        outcomes = [kill_at_random(kind, arguments.model.resolve(), number, dice) for number in range(arguments.kills)]
+        outcomes = [
+            kill_at_random(kind, arguments.model.resolve(), number, dice)
+            for number in range(arguments.kills)
+        ]
         valid = [left for left in outcomes if left is not None]
         rows.append((kind, len(valid), sum(bool(left) for left in valid)))
     print("\n| kind | kills | something left |\n|---|---|---|")

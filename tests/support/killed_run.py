@@ -1,4 +1,4 @@
-"""Kills, interrupts and stops a run at random moments, and checks that it resumes each time, bit for bit.
+"""Kill, interrupt and stop a run at random moments, and check that it resumes each time, bit for bit.
 
     python tests/support/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0]
                                            [--runs 1] [--slices N] [--lora R]
@@ -47,7 +47,8 @@ MOMENTS = ("start", "engine start", "sync", "rollout", "update", "checkpoint", "
 STARTS = MOMENTS[:2]
 VICTIMS = ("launcher", "rank", "engine", "guardian", "reward worker")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
-LONGEST_DELAY = {"start": 8.0, "engine start": 8.0}  # seconds from the beginning of the moment; of the other moments:
+# Seconds from the beginning of the moment; of the other moments:
+LONGEST_DELAY = {"start": 8.0, "engine start": 8.0}
 DELAY = 0.15
 QUICKER = 8  # the factor by which a forked run starts faster
 END_SECONDS = 90.0  # from a signal to the launcher's end; an interrupted rank has time to save
@@ -68,7 +69,7 @@ class Disturbance:
 
 
 def draw(kills: int, stops: int, seed: int) -> list[Disturbance]:
-    """Draws the signals to send, in order; those during exports come last."""
+    """Draw the signals to send, in order; those during exports come last."""
     dice = random.Random(seed)
     signals = [dice.choice(SIGNALS) for _ in range(kills)] + [signal.SIGSTOP] * stops
     dice.shuffle(signals)
@@ -96,18 +97,24 @@ class Survivor:
         self.missed = 0  # kills that came too late
 
     def victims(self, kind: str) -> list[psutil.Process]:
-        """The living processes of a kind; an engine's workers are in its core."""
+        """Return the living processes of a kind; an engine's workers are in its core."""
         run = self.run
         by_kind = {"rank": run.ranks, "engine": run.engines, "guardian": run.guardians}
         if kind == "launcher":
             above = psutil.Process(run.process.pid)
-            return [child for child in above.children() if "trainer.launcher" in " ".join(child.cmdline())]
+            return [
+                child for child in above.children() if "trainer.launcher" in " ".join(child.cmdline())
+            ]
         return by_kind.get(kind, run.reward_workers)()
 
     def kill(self, kind: str, step: int, moment: str, delay: float) -> str:
-        """Kills a process of this kind in this moment of a step, or before the step's end; returns what was done."""
+        """Kill a process of this kind in this moment of a step, or before the step's end; return what was done."""
         deadline = time.monotonic() + 10
-        while not self.phase().endswith(moment) and time.monotonic() < deadline and self.run.process.poll() is None:
+        while (
+            not self.phase().endswith(moment)
+            and time.monotonic() < deadline
+            and self.run.process.poll() is None
+        ):
             time.sleep(0.001)
         deadline = time.monotonic() + delay
         while time.monotonic() < deadline and (moment or len(self.run.rows()) < step):
@@ -124,18 +131,19 @@ class Survivor:
         return NOTHING
 
     def phase(self) -> str:
-        """The phase of rank 0, or its last one if it has ended."""
+        """Return the phase of rank 0, or its last one if it has ended."""
         file = self.phases / "0"
         return file.read_text() if file.exists() else ""
 
     def go_through(self, kills: list[tuple[int, str, str, float]], usual: float) -> None:
-        """Kills in order: (step, victim, moment, delay in s). `usual` is the time of an undisturbed step."""
+        """Kill in order: (step, victim, moment, delay in s). `usual` is the time of an undisturbed step."""
         for number, (step, kind, moment, delay) in enumerate(kills, 1):
             while len(self.run.rows()) < step - 1 and self.run.process.poll() is None:
                 time.sleep(0.002)
             rows, began = len(self.run.rows()), time.monotonic()
             done = self.kill(kind, step, moment, delay)
-            if number == len(kills) or kills[number][0] > step:  # a second kill comes in the recovery from the first
+            if number == len(kills) or kills[number][0] > step:
+                # a second kill comes in the recovery from the first
                 while len(self.run.rows()) <= rows and self.run.process.poll() is None:
                     time.sleep(0.01)
             self.lost.append(max(0.0, time.monotonic() - began - usual))
@@ -144,7 +152,7 @@ class Survivor:
 
 
 def draw_kills(count: int, steps: int, seed: int, most: int = 2) -> list[tuple[int, str, str, float]]:
-    """Draws kills for `Survivor.go_through`: at most `most` a step, the second within a start's length after the first.
+    """Draw kills for `Survivor.go_through`: at most `most` a step, the second within a start's length after the first.
 
     Remote engines are a step ahead, so that the death of one fails the next step; a third failure would end the run.
     """
@@ -158,9 +166,14 @@ def draw_kills(count: int, steps: int, seed: int, most: int = 2) -> list[tuple[i
 
 
 def survived(
-    recipe: Path, kills: list[tuple[int, str, str, float]], straight: Run, ranks: int, name: str, **run_options: Any
+    recipe: Path,
+    kills: list[tuple[int, str, str, float]],
+    straight: Run,
+    ranks: int,
+    name: str,
+    **run_options: Any,
 ) -> list[str]:
-    """Lists all that is wrong with a run that had to survive these kills. `run_options` is passed to `Run`."""
+    """List all that is wrong with a run that had to survive these kills. `run_options` is passed to `Run`."""
     usual = [row["time/step"] for row in straight.rows() if "time/step" in row]
     began = time.monotonic()
     survivor = Survivor(recipe, ranks, name, restarts=60, **run_options)
@@ -170,7 +183,15 @@ def survived(
     survivor.run.assert_gone()
     failures += [f"{survivor.missed} kills came too late"] * (survivor.missed > 0)
     # A death in an update is often noticed a step later: the total includes that time, the single figures do not.
-    print(json.dumps({"kills": len(kills), "whole, s": round(seconds), "each": [round(s, 1) for s in survivor.lost]}))
+    print(
+        json.dumps(
+            {
+                "kills": len(kills),
+                "whole, s": round(seconds),
+                "each": [round(s, 1) for s in survivor.lost],
+            }
+        )
+    )
     return failures + unequal(straight, survivor.run)
 
 
@@ -189,24 +210,31 @@ class DisturbedRun:
     def start(self) -> None:
         for file in self.phases.iterdir():
             file.unlink()
-        self.run = Run(self.recipe, ranks=self.ranks, name=self.name, phases=self.phases, **self.run_options)
+        self.run = Run(
+            self.recipe, ranks=self.ranks, name=self.name, phases=self.phases, **self.run_options
+        )
         self.runs.append((self.ranks, self.run))
 
     def done_on(self, ranks: int) -> int:
-        """The steps that were complete when the run first started on another number of ranks."""
+        """Return the steps that were complete when the run first started on another number of ranks."""
         output = "\n".join(run.output() for number, run in self.runs if number != ranks)
         resumed = re.search(r"resuming from .*, after step (\d+)", output)
         return int(resumed[1]) if resumed else 0
 
     def phase(self) -> str:
-        """The phase of rank 0."""
+        """Return the phase of rank 0."""
         file = self.phases / "0"
         return file.read_text() if file.exists() else ""
 
     def moment(self) -> str:
-        """The current one of MOMENTS, or the phase."""
+        """Return the current one of MOMENTS, or the phase."""
         phase = self.phase()
-        ends = {"generation shift": "sync", "rollout": "rollout", "update": "update", "checkpoint": "checkpoint"}
+        ends = {
+            "generation shift": "sync",
+            "rollout": "rollout",
+            "update": "update",
+            "checkpoint": "checkpoint",
+        }
         if phase.startswith("finish"):
             return "export"
         if phase in ("", "start-up"):
@@ -217,7 +245,7 @@ class DisturbedRun:
         return self.run.process.poll() is not None
 
     def wait_for(self, wanted: Disturbance) -> None:
-        """Waits until the moment has come or the run has ended. A step's moments come once the wanted rows exist."""
+        """Wait until the moment has come or the run has ended. A step's moments come once the wanted rows exist."""
         rows = len(self.run.rows()) + wanted.rows
         while not self.ended():
             moment = self.moment()
@@ -228,10 +256,13 @@ class DisturbedRun:
                 break  # the start is over
             time.sleep(0.003)
         if wanted.moment in (*STARTS, "export"):
-            time.sleep(wanted.delay / (QUICKER if "preloaded" in self.run_options and wanted.moment in STARTS else 1))
+            time.sleep(
+                wanted.delay
+                / (QUICKER if "preloaded" in self.run_options and wanted.moment in STARTS else 1)
+            )
 
     def hit(self, wanted: Disturbance, victim: psutil.Process) -> str:
-        """Sends the signal, within a step as soon as the moment recurs; returns the moment in which it was sent."""
+        """Send the signal, within a step as soon as the moment recurs; return the moment in which it was sent."""
         deadline = time.monotonic() + 10
         if wanted.moment not in (*STARTS, "export"):
             while self.moment() != wanted.moment and not self.ended() and time.monotonic() < deadline:
@@ -242,7 +273,7 @@ class DisturbedRun:
         return moment
 
     def victims(self, kind: str) -> list[psutil.Process]:
-        """The living processes of a kind."""
+        """Return the living processes of a kind."""
         if kind == "launcher":
             return [psutil.Process(self.run.process.pid)]
         if kind == "rank":
@@ -254,7 +285,7 @@ class DisturbedRun:
         return self.run.reward_workers()
 
     def disturb(self, wanted: Disturbance, dice: random.Random) -> str:
-        """Sends the signal, to another kind of process if there is none of this kind yet; returns what was done."""
+        """Send the signal, to another kind of process if there is none of this kind yet; return what was done."""
         self.wait_for(wanted)
         if self.ended() and wanted.moment == "export":
             self.ended_by_itself()  # too late: there is another export after the next start
@@ -274,8 +305,10 @@ class DisturbedRun:
         self.ended_by_itself()
         return "none: the run had ended"
 
-    def follow(self, kind: str, number: signal.Signals, moment: str, victim: psutil.Process, at_once: bool) -> str:
-        """Checks that the run ends or continues as it should; if it ended, starts it again, perhaps `at_once`."""
+    def follow(
+        self, kind: str, number: signal.Signals, moment: str, victim: psutil.Process, at_once: bool
+    ) -> str:
+        """Check that the run ends or continue as it should; if it ended, start it again, perhaps `at_once`."""
         done = f"{number.name} to {kind} in {moment}"
         if number == signal.SIGSTOP:
             time.sleep(STOPPED_SECONDS)
@@ -303,9 +336,11 @@ class DisturbedRun:
         return f"{done}, exit {code}" + (", started again at once" if at_once else "")
 
     def goes_on(self, done: str) -> None:
-        """Waits for another row, or for a successful end, at most two minutes and a start."""
+        """Wait for another row, or for a successful end, at most two minutes and a start."""
         rows, deadline = len(self.run.rows()), time.monotonic() + 420
-        while not self.ended() and len(self.run.rows()) == rows and not self.phase().startswith("finish"):
+        while (
+            not self.ended() and len(self.run.rows()) == rows and not self.phase().startswith("finish")
+        ):
             if time.monotonic() > deadline:
                 self.failures.append(f"{done}: the run makes no progress")
                 self.run.kill_everything()
@@ -316,14 +351,16 @@ class DisturbedRun:
             self.ended_by_itself(done)
 
     def ended_by_itself(self, done: str = NOTHING) -> None:
-        """Records a failure unless the run has ended successfully, and starts it again."""
+        """Record a failure unless the run has ended successfully, and start it again."""
         if self.run.process.returncode != 0:
-            self.failures.append(f"after {done} the run ended with {self.run.process.returncode}: {self.run.output()}")
+            self.failures.append(
+                f"after {done} the run ended with {self.run.process.returncode}: {self.run.output()}"
+            )
         self.check_nothing_left(self.run, done)
         self.start()
 
     def check_nothing_left(self, run: Run, done: str) -> None:
-        """Records a failure if processes or files of the run stay."""
+        """Record a failure if processes or files of the run stay."""
         began = time.monotonic()
         try:
             run.assert_gone()
@@ -333,9 +370,11 @@ class DisturbedRun:
         self.longest = max(self.longest, time.monotonic() - began)
 
     def finish(self) -> Run:
-        """Waits for the end of the run."""
+        """Wait for the end of the run."""
         if self.run.wait(900) != 0:
-            self.failures.append(f"the last start ended with {self.run.process.returncode}: {self.run.output()}")
+            self.failures.append(
+                f"the last start ended with {self.run.process.returncode}: {self.run.output()}"
+            )
         self.check_nothing_left(self.run, "the end")
         return self.run
 
@@ -349,7 +388,7 @@ def disturbed(
     then: int = 0,
     **run_options: Any,
 ) -> DisturbedRun:
-    """Sends all signals that were drawn, the second half of them on `then` ranks, and waits for the end.
+    """Send all signals that were drawn, the second half of them on `then` ranks, and wait for the end.
 
     `run_options` is passed to `Run`.
     """
@@ -370,7 +409,7 @@ def disturbed(
 
 
 def undisturbed(recipe: Path, ranks: int, name: str = "straight", until: int = 0, then: int = 0) -> Run:
-    """Runs without any signal, on `then` ranks after step `until`."""
+    """Run without any signal, on `then` ranks after step `until`."""
     starts = [(ranks, ["--run.steps", str(until)])] if until else []
     began = time.monotonic()
     for number, arguments in [*starts, (then or ranks, [])]:
@@ -391,7 +430,7 @@ class Finished(Protocol):
 
 
 def unequal(one: Finished, other: Finished) -> list[str]:
-    """Lists where two finished runs differ, bit for bit, in metrics, answers and exported weights."""
+    """List where two finished runs differ, bit for bit, in metrics, answer and exported weights."""
     lines = differences(one.comparable_rows(), other.comparable_rows())
     for name in ("completions.jsonl",):
         lines += [name] * ((one.folder / name).read_bytes() != (other.folder / name).read_bytes())
@@ -400,11 +439,13 @@ def unequal(one: Finished, other: Finished) -> list[str]:
 
 
 def main() -> int:
-    """Runs undisturbed and disturbed, and prints what the two differ in."""
+    """Run undisturbed and disturbed, and print what the two differ in."""
     from tests.support.families import make_family
     from trainer.commands.tiny_model import make_tiny_model
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     for name, default in {
         "kills": 60,
@@ -418,18 +459,32 @@ def main() -> int:
         "split": 1,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--steps", type=int, help="steps of the run; by default as many as the signals take")
+    parser.add_argument(
+        "--steps", type=int, help="steps of the run; by default as many as the signals take"
+    )
     parser.add_argument("--alone", action="store_true", help="this script starts nothing again")
-    parser.add_argument("--mixture", action="store_true", help="a mixture of experts, with its engine's routes")
+    parser.add_argument(
+        "--mixture", action="store_true", help="a mixture of experts, with its engine's routes"
+    )
     parser.add_argument("--images", action="store_true", help="a multimodal model, and rows with images")
-    parser.add_argument("--family", help="a family of tests/support/families.py; gated delta rules in bfloat16")
-    parser.add_argument("--apart", action="store_true", help="the last rank only generates, a step ahead; with --alone")
-    parser.add_argument("--rollouts", action="store_true", help="keep answers on disk until a checkpoint has them")
-    parser.add_argument("--pull", action="store_true", help="engines read the ranks' shards; adapters are merged")
+    parser.add_argument(
+        "--family", help="a family of tests/support/families.py; gated delta rules in bfloat16"
+    )
+    parser.add_argument(
+        "--apart", action="store_true", help="the last rank only generates, a step ahead; with --alone"
+    )
+    parser.add_argument(
+        "--rollouts", action="store_true", help="keep answers on disk until a checkpoint has them"
+    )
+    parser.add_argument(
+        "--pull", action="store_true", help="engines read the ranks' shards; adapters are merged"
+    )
     parser.add_argument("--share", action="store_true", help="common beginnings are computed once")
     options = parser.parse_args()
     if options.apart and not options.alone:
-        parser.error("--apart needs --alone: an engine's death ends such a run, which its supervisor starts again")
+        parser.error(
+            "--apart needs --alone: an engine's death ends such a run, which its supervisor starts again"
+        )
     folder = options.folder
     all_drawn = [draw(options.kills, options.stops, options.seed + run) for run in range(options.runs)]
     folder.mkdir(parents=True)  # fails if it exists: a run in it would be resumed
@@ -439,13 +494,18 @@ def main() -> int:
         model, seen = multimodal_sections(folder)
     elif options.family:
         config = make_family(options.family, model := folder / "model").config
-        alone = {"max_num_seqs": 1} if getattr(config, "kv_lora_rank", None) else {}  # MKL's bits depend on the batch
-        seen = {"engine": alone | ({"dtype": "bfloat16"} if hasattr(config, "linear_key_head_dim") else {})}
+        # MKL's bits depend on the batch
+        alone = {"max_num_seqs": 1} if getattr(config, "kv_lora_rank", None) else {}
+        seen = {
+            "engine": alone | ({"dtype": "bfloat16"} if hasattr(config, "linear_key_head_dim") else {})
+        }
     else:
         model = make_tiny_model(folder / "model", layers=2, intermediate_size=128, **kind)
     routed: dict[str, Any] = {"model": {"routes": "engine"}, "algorithm": {"balance_coef": 0.01}}
     # Each disturbance within the steps may need one row before it and one after it.
-    steps = options.steps or 5 + 2 * max(sum(one.moment != "export" for one in drawn) for drawn in all_drawn)
+    steps = options.steps or 5 + 2 * max(
+        sum(one.moment != "export" for one in drawn) for drawn in all_drawn
+    )
     recipe = write_recipe(
         folder,
         model,
@@ -461,7 +521,11 @@ def main() -> int:
         lora={"rank": options.lora, "sync": "merged" if options.pull else "adapter"},
         sync={"way": "pull" if options.pull else "auto"},
         # The low rate leaves something to learn in every step.
-        policy={"lr": 1e-4, "dtype": "bfloat16" if options.pull else "float32", "expert_parallel": options.split},
+        policy={
+            "lr": 1e-4,
+            "dtype": "bfloat16" if options.pull else "float32",
+            "expert_parallel": options.split,
+        },
         reward={"functions": [{"name": REWARD}]},
         sampling={"max_tokens": 24 if options.slices else 6},
         batch={"share_prefixes": options.share, "shared_tokens_min": 2},
@@ -474,8 +538,11 @@ def main() -> int:
     for seed in range(options.seed, options.seed + options.runs) if options.alone else ():
         assert straight is not None, "--then needs runs that this script starts again"
         most = 1 if options.apart else 2
-        problems = survived(recipe, draw_kills(options.kills, steps, seed, most), straight, ranks, f"alone-{seed}")
-        if options.apart and options.rollouts:  # a step that is read from disk sends no weights to remote engines
+        problems = survived(
+            recipe, draw_kills(options.kills, steps, seed, most), straight, ranks, f"alone-{seed}"
+        )
+        if options.apart and options.rollouts:
+            # a step that is read from disk sends no weights to remote engines
             problems = [line for line in problems if " sync/verified: " not in line]
         print("\n".join(problems) or "equal, bit for bit: rows, answers, weights", flush=True)
         failures += len(problems)
@@ -485,8 +552,15 @@ def main() -> int:
             straight = undisturbed(recipe, ranks, f"straight-{seed}", broken.done_on(ranks), then)
         assert straight is not None
         problems = broken.failures + unequal(straight, broken.run)
-        print("\n".join(problems) or f"equal, bit for bit: {len(broken.run.rows())} rows, answers, weights")
-        figures = {"seed": seed, "disturbances": len(drawn), "failures": len(problems), "until gone, s": broken.longest}
+        print(
+            "\n".join(problems) or f"equal, bit for bit: {len(broken.run.rows())} rows, answers, weights"
+        )
+        figures = {
+            "seed": seed,
+            "disturbances": len(drawn),
+            "failures": len(problems),
+            "until gone, s": broken.longest,
+        }
         print(json.dumps(figures), flush=True)
         failures += len(problems)
     return min(failures, 1)

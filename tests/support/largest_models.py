@@ -17,11 +17,17 @@ DEVICE_GIB = 79.0  # of an H100 of 80 GB
 
 
 def dense(hidden: int, width: int, layers: int, heads: int, kv_heads: int) -> PretrainedConfig:
-    """A config of Qwen2.5 (arXiv:2412.15115, table 1)."""
+    """Return a config of Qwen2.5 (arXiv:2412.15115, table 1)."""
     return Qwen2Config(
-        architectures=["Qwen2ForCausalLM"], hidden_size=hidden, intermediate_size=width, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=152064, tie_word_embeddings=layers == 36,
-    )  # fmt: skip
+        architectures=["Qwen2ForCausalLM"],
+        hidden_size=hidden,
+        intermediate_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=152064,
+        tie_word_embeddings=layers == 36,
+    )
 
 
 MODELS = {
@@ -32,10 +38,18 @@ MODELS = {
     "72B": dense(8192, 29568, 80, 64, 8),
 }
 MIXTURE = Qwen3MoeConfig(  # Qwen3-30B-A3B (arXiv:2505.09388, table 2)
-    architectures=["Qwen3MoeForCausalLM"], hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48,
-    num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
-    vocab_size=151936, tie_word_embeddings=False,
-)  # fmt: skip
+    architectures=["Qwen3MoeForCausalLM"],
+    hidden_size=2048,
+    moe_intermediate_size=768,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=8,
+    vocab_size=151936,
+    tie_word_embeddings=False,
+)
 KEYS: dict[str, dict[str, Any]] = {
     "none of these": {},
     "`policy.offload: all`": {"policy": {"offload": "all"}},
@@ -45,7 +59,7 @@ KEYS: dict[str, dict[str, Any]] = {
 
 
 def recipe(folder: Path, ranks: int, keys: dict[str, dict[str, Any]]) -> TrainConfig:
-    """Answers of 3,072 tokens to prompts of 1,024, micro-batches of 16,384 tokens, engines over all GPUs."""
+    """Answer of 3,072 tokens to prompts of 1,024, micro-batches of 16,384 tokens, engines over all GPUs."""
     sections: dict[str, dict[str, Any]] = {
         "run": {"device": "cuda"},
         "model": {"path": str(folder)},
@@ -57,17 +71,22 @@ def recipe(folder: Path, ranks: int, keys: dict[str, dict[str, Any]]) -> TrainCo
         "policy": {"activation_checkpointing": "full"},
         "sync": {"way": "staged"},
     }
-    return TrainConfig.model_validate(sections | {name: sections[name] | values for name, values in keys.items()})
+    return TrainConfig.model_validate(
+        sections | {name: sections[name] | values for name, values in keys.items()}
+    )
 
 
 def needed(config: TrainConfig, model: ModelSizes, ranks: int) -> list[float]:
     """GiB of a device while the run starts, while answers are generated, and while the policy is updated."""
-    parts = [*trainer_parts(config, model, ranks, DEVICE_GIB), *engine_parts(config, model, ranks, DEVICE_GIB)]
+    parts = [
+        *trainer_parts(config, model, ranks, DEVICE_GIB),
+        *engine_parts(config, model, ranks, DEVICE_GIB),
+    ]
     return [sum(getattr(part, column) for part in parts) / GIB for column in COLUMNS]
 
 
 def table() -> str:
-    """The rows: for each number of GPUs and each set of keys the largest dense model, and whether the mixture fits."""
+    """Return the rows: for each number of GPUs and each set of keys the largest dense model, and whether the mixture fits."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         places = {name: Path(folder) / name for name in [*MODELS, "mixture"]}
@@ -78,8 +97,15 @@ def table() -> str:
             for title, keys in KEYS.items():
                 if ranks > 1 and "sync" in keys:  # shares the weights of one rank
                     continue
-                every = {name: needed(recipe(place, ranks, keys), sizes[name], ranks) for name, place in places.items()}
-                fits = {name: columns for name, columns in every.items() if max(columns) <= TIGHT * DEVICE_GIB}
+                every = {
+                    name: needed(recipe(place, ranks, keys), sizes[name], ranks)
+                    for name, place in places.items()
+                }
+                fits = {
+                    name: columns
+                    for name, columns in every.items()
+                    if max(columns) <= TIGHT * DEVICE_GIB
+                }
                 largest = [name for name in MODELS if name in fits][-1]
                 # Bytes a parameter in host memory.
                 away = 16 if "update_on" in keys.get("policy", {}) else 12 if "policy" in keys else 0

@@ -1,8 +1,8 @@
-"""Runs a function on several real ranks from a test.
+"""Run a function on several real ranks from a test.
 
     run_ranks(function, nproc=2, timeout=60, arguments=[str(tmp_path)])
 
-The function lives in an importable file, takes strings, and joins the process group itself. The test fails, with every
+The function lives in an importable file, take strings, and join the process group itself. The test fails, with every
 rank's output, if a rank raises or does not reach the function's end; such a test therefore asserts on the ranks.
 
 The ranks are processes with the variables and the store that torchrun gives its own. They are forked from a process
@@ -41,14 +41,15 @@ def run_ranks(
     arguments: list[str] | None = None,
     lost: tuple[int, ...] = (),
 ) -> str:
-    """Runs a function on `nproc` ranks; returns what they printed, stdout and stderr together.
+    """Run a function on `nproc` ranks; return what they printed, stdout and stderr together.
 
     `lost` are ranks that leave in the middle of the function, for tests of how the remaining ranks react.
 
     Raises AssertionError with the output when a rank fails, or when `timeout` seconds have passed; then every process
     is killed first.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # outlives every rank, as torchrun's does
+    # Outlives every rank, as torchrun's does
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
@@ -63,7 +64,9 @@ def run_ranks(
         log.touch()
         process_args = (environment | {_DONE: done}, log, target, arguments or [])
         with preloaded.server():
-            ranks = start_processes(_run_rank, process_args, nproc, join=False, start_method="forkserver")
+            ranks = start_processes(
+                _run_rank, process_args, nproc, join=False, start_method="forkserver"
+            )
         assert ranks is not None
         failure = _wait(ranks, timeout)
         output = log.read_text(errors="replace")
@@ -76,7 +79,7 @@ def run_ranks(
 
 
 def run_script(script: Path, arguments: list[str], folder: Path, timeout: float) -> str:
-    """Runs a script in this folder, forked as ranks are, and returns what it prints.
+    """Run a script in this folder, forked as ranks are, and return what it prints.
 
     Raises AssertionError with its output if it fails or takes longer than `timeout` seconds.
     """
@@ -92,7 +95,7 @@ def run_script(script: Path, arguments: list[str], folder: Path, timeout: float)
 
 
 def _wait(ranks: ProcessContext, timeout: float) -> str:
-    """Waits until all ranks have ended, and returns what went wrong, or an empty string. No process is left."""
+    """Wait until all ranks have ended, and return what went wrong, or an empty string. No process is left."""
     deadline = time.monotonic() + timeout
     try:
         while not ranks.join(max(0.0, deadline - time.monotonic()), _GRACE_SECONDS):
@@ -108,7 +111,7 @@ def _wait(ranks: ProcessContext, timeout: float) -> str:
 
 
 def leave() -> NoReturn:
-    """Ends a rank whose process group is broken, and whose exit would hang."""
+    """End a rank whose process group is broken, and whose exit would hang."""
     _note_end()
     os._exit(0)
 
@@ -118,7 +121,7 @@ def _note_end() -> None:
 
 
 def _kill_tree(pid: int) -> None:
-    """Kills a rank and its children, which are in sessions of their own."""
+    """Kill a rank and its children, which are in sessions of their own."""
     try:
         family = psutil.Process(pid)
         members = [*family.children(recursive=True), family]
@@ -134,7 +137,7 @@ def _kill_tree(pid: int) -> None:
 def _run_rank(
     rank: int, environment: dict[str, str], log: Path, target: Callable[..., Any], arguments: list[str]
 ) -> NoReturn:
-    """Runs a rank from its first line to its end."""
+    """Run a rank from its first line to its end."""
     _begin(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, ROOT, log)
     forkserver.start()
 
@@ -148,7 +151,9 @@ def _run_rank(
     processes.run(main)
 
 
-def _run_script(_: int, environment: dict[str, str], log: Path, script: Path, arguments: list[str]) -> NoReturn:
+def _run_script(
+    _: int, environment: dict[str, str], log: Path, script: Path, arguments: list[str]
+) -> NoReturn:
     _begin(environment, log.parent, log)
     forkserver.start()
     sys.argv, sys.path[:0] = [str(script), *arguments], [str(script.parent)]
@@ -161,7 +166,7 @@ def _run_script(_: int, environment: dict[str, str], log: Path, script: Path, ar
 
 
 def _begin(environment: dict[str, str], folder: Path, log: Path) -> None:
-    """Sets up this process: a session of its own, the environment, the folder, and `log` for its output."""
+    """Set up this process: a session of its own, the environment, the folder, and `log` for its output."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)

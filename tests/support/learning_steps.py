@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 
 def make_config(**sections: dict[str, Any]) -> TrainConfig:
-    """A configuration with these sections, and with placeholders for model and data."""
+    """Return a configuration with these sections, and with placeholders for model and data."""
     return TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}} | sections)
 
 
 def random_trajectory(prompt: int, sample: int, generator: torch.Generator) -> Trajectory:
-    """Draws one to three turns of one to four tokens, tool tokens between them, and rewards of functions and turns."""
+    """Draw one to three turns of one to four tokens, tool tokens between them, and rewards of functions and turns."""
 
     def integers(high: int, count: int = 1) -> list[int]:
         return torch.randint(1, high, (count,), generator=generator).tolist()
@@ -42,10 +42,18 @@ def random_trajectory(prompt: int, sample: int, generator: torch.Generator) -> T
     parts = {"a": integers(3)[0] - 1.0, "b": integers(4)[0] / 4}
     turn_rewards = [integers(5)[0] / 10 for _ in range(turns)]
     return Trajectory(
-        prompt, sample, integers(VOCABULARY, 2), integers(VOCABULARY, len(mask)), mask, logprobs.tolist(),
-        finish_reason=("stop", "stop", "length")[integers(4)[0] - 1], turns=turns, turn_rewards=turn_rewards,
-        reward=parts["a"] + 0.5 * parts["b"] + sum(turn_rewards), reward_parts=parts,
-    )  # fmt: skip
+        prompt,
+        sample,
+        integers(VOCABULARY, 2),
+        integers(VOCABULARY, len(mask)),
+        mask,
+        logprobs.tolist(),
+        finish_reason=("stop", "stop", "length")[integers(4)[0] - 1],
+        turns=turns,
+        turn_rewards=turn_rewards,
+        reward=parts["a"] + 0.5 * parts["b"] + sum(turn_rewards),
+        reward_parts=parts,
+    )
 
 
 def as_answers(trajectories: list[Trajectory]) -> list[Answer]:
@@ -55,13 +63,13 @@ def as_answers(trajectories: list[Trajectory]) -> list[Answer]:
 
 
 def as_step(trajectories: list[Trajectory]) -> tuple[list[Answer], list[Group]]:
-    """A step's answers and their groups."""
+    """Return a step's answers and their groups."""
     answers = as_answers(trajectories)
     return answers, make_groups(answers)
 
 
 def random_step(prompts: int, samples: int, seed: int) -> list[Trajectory]:
-    """Draws groups of episodes of one to three parts; one episode has failed, and one group has equal rewards."""
+    """Draw groups of episodes of one to three parts; one episode has failed, and one group has equal rewards."""
     generator = torch.Generator().manual_seed(seed)
     parts = torch.randint(-2, 4, (prompts, samples), generator=generator).clamp(min=1)
     places = [(p, s) for p in range(prompts) for s in range(samples) for _ in range(int(parts[p, s]))]
@@ -74,7 +82,7 @@ def random_step(prompts: int, samples: int, seed: int) -> list[Trajectory]:
 
 
 def by_part(batch: MicroBatch, values: Tensor) -> Tensor:
-    """Returns the same values, with gradients through this rank's own targets only, where ranks share a micro-batch."""
+    """Return the same values, with gradients through this rank's own targets only, where ranks share a micro-batch."""
     local = batch.spread(batch.trained(values))
     return local + (values - local).detach()
 
@@ -88,17 +96,24 @@ class _Table:
         noise = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(seed))
         self.table, self.rate = 0.5 * noise.double(), rate
 
-    def descend(self, batches: list[MicroBatch], loss_of: Callable[[Tensor, MicroBatch], Any]) -> UpdateStats:
-        """Makes a step of gradient descent on the loss summed over micro-batches and ranks."""
+    def descend(
+        self, batches: list[MicroBatch], loss_of: Callable[[Tensor, MicroBatch], Any]
+    ) -> UpdateStats:
+        """Make a step of gradient descent on the loss summed over micro-batches and ranks."""
         table = self.table.clone().requires_grad_()
         totals: dict[str, float] = {"loss": 0.0}
         for batch in batches:
             loss, sums = loss_of(table, batch)
             loss.backward()
-            totals = {k: totals.get(k, 0.0) + batch.counts * v.item() for k, v in {"loss": loss, **sums}.items()}
+            totals = {
+                k: totals.get(k, 0.0) + batch.counts * v.item()
+                for k, v in {"loss": loss, **sums}.items()
+            }
         assert table.grad is not None
         parts = exchange(table.grad.numpy().tobytes())
-        gradient = torch.stack([torch.frombuffer(bytearray(part), dtype=torch.float64) for part in parts]).sum(dim=0)
+        gradient = torch.stack(
+            [torch.frombuffer(bytearray(part), dtype=torch.float64) for part in parts]
+        ).sum(dim=0)
         self.table = self.table - self.rate * gradient.view_as(table)
         totals = all_reduce_sum(totals)
         return UpdateStats(totals.pop("loss"), gradient.norm().item(), self.rate, False, totals)
@@ -115,7 +130,7 @@ class TablePolicy(_Table):
         self.values = values
 
     def outputs(self, table: Tensor, batch: MicroBatch, temperature: float) -> Outputs:
-        """Log-probabilities, entropies and values of a micro-batch, as the real policies give them."""
+        """Return log-probabilities, entropies and values of a micro-batch, as the real policies give them."""
         logprobs = torch.log_softmax(table / temperature, dim=1)
         entropy = -(logprobs.exp() * logprobs).sum(dim=1)
         before, mask = batch.input_ids[:, :-1], batch.loss_mask
@@ -129,7 +144,9 @@ class TablePolicy(_Table):
     def update(
         self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
     ) -> UpdateStats:
-        return self.descend(batches, lambda table, batch: loss_fn(batch, self.outputs(table, batch, temperature)))
+        return self.descend(
+            batches, lambda table, batch: loss_fn(batch, self.outputs(table, batch, temperature))
+        )
 
 
 class TableCritic(_Table):
@@ -144,7 +161,9 @@ class TableCritic(_Table):
     def score(self, batches: list[MicroBatch]) -> list[Tensor]:
         return [self.values(self.table, batch) for batch in batches]
 
-    def update(self, batches: list[MicroBatch], loss_fn: Callable[..., Any], place: float | None = None) -> UpdateStats:
+    def update(
+        self, batches: list[MicroBatch], loss_fn: Callable[..., Any], place: float | None = None
+    ) -> UpdateStats:
         return self.descend(batches, lambda table, batch: loss_fn(batch, self.values(table, batch)))
 
 
@@ -193,7 +212,11 @@ class _ThreadedRanks:
         tensor.copy_(torch.stack(self._everyones(tensor.clone())).sum(dim=0))
 
     def all_to_all_single(
-        self, output: Tensor, sent: Tensor, incoming: list[int] | None = None, outgoing: list[int] | None = None
+        self,
+        output: Tensor,
+        sent: Tensor,
+        incoming: list[int] | None = None,
+        outgoing: list[int] | None = None,
     ) -> None:
         parts = sent.split(outgoing if outgoing is not None else len(sent) // self._count)
         output.copy_(torch.cat([part[self.get_rank()] for part in self._everyones(parts)]))
@@ -210,7 +233,7 @@ class _ThreadedRanks:
 
 
 def on_ranks(count: int, function: Callable[[], T]) -> list[T]:
-    """Runs `function` on `count` ranks, which are threads that exchange what ranks would over gloo.
+    """Run `function` on `count` ranks, which are threads that exchange what ranks would over gloo.
 
     Returns the results in the order of the ranks.
     """
@@ -218,6 +241,8 @@ def on_ranks(count: int, function: Callable[[], T]) -> list[T]:
     with patch("sharding.ranks.dist", ranks), ThreadPoolExecutor(count) as pool:
         ended = [pool.submit(ranks.run, rank, function) for rank in range(count)]
         errors = [error for error in (future.exception() for future in ended) if error is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError | EOFError)):
+        for error in sorted(
+            errors, key=lambda error: isinstance(error, threading.BrokenBarrierError | EOFError)
+        ):
             raise error  # a broken barrier is last: it does not say why a rank failed
         return [future.result() for future in ended]

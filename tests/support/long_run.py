@@ -1,4 +1,4 @@
-"""Measures what every process of a long run holds, step by step; to run by hand, in some twenty minutes.
+"""Measure what every process of a long run holds, step by step; to run by hand, in some twenty minutes.
 
     python tests/support/long_run.py FOLDER [STEPS] [RUN...]
 
@@ -58,11 +58,14 @@ class Held:
 
 
 def two() -> int:
-    """Returns the number two."""
+    """Return the number two."""
     return 2
 
 
-TOOL = {"type": "function", "function": {"name": "two", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "two", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 async def client(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> None:
@@ -80,23 +83,33 @@ async def client(base_url: str, api_key: str, model: str, row: dict[str, Any]) -
 
 
 def teach(folder: Path) -> None:
-    """Trains the model in `folder` to answer questions with CALL, and results with 2, as a random one never would."""
+    """Train the model in `folder` to answer questions with CALL, and results with 2, as a random one never would."""
     torch.manual_seed(0)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for step in itertools.count():
-        messages, answer_text = [{"role": "user", "content": f"{step * 7 % 100}+{step * 3 % 100}="}], CALL
+        messages, answer_text = (
+            [{"role": "user", "content": f"{step * 7 % 100}+{step * 3 % 100}="}],
+            CALL,
+        )
         if step % 2:
             messages += [{"role": "assistant", "content": CALL}, {"role": "tool", "content": "2"}]
             answer_text = "2"
         tools = [TOOL] if step // 2 % 2 else None
-        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True
+        )
         prompt, answer = (
-            tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, f"{answer_text}<|im_end|>")
+            tokenizer(part, add_special_tokens=False)["input_ids"]
+            for part in (text, f"{answer_text}<|im_end|>")
         )
         ids, labels = torch.tensor([prompt + answer]), torch.tensor([[-100] * len(prompt) + answer])
         loss = model(ids, labels=labels).loss
-        if not step % 2 and loss.item() < 0.02:  # about every second call is complete: there is something left to learn
+        if not step % 2 and loss.item() < 0.02:
+            # about every second call is complete: there is something left to learn
             break
         loss.backward()
         optimizer.step()
@@ -106,13 +119,13 @@ def teach(folder: Path) -> None:
 
 
 def role(process: psutil.Process) -> str:
-    """Names the part of a run that this process is, by its command line; empty for short-lived processes."""
+    """Name the part of a run that this process is, by its command line; empty for short-lived processes."""
     words = " ".join(process.cmdline())
     return next((name for name, part in ROLES.items() if part in words), "")
 
 
 def watch(run: Run, seconds: float = 3600.0) -> dict[str, Held]:
-    """Records all processes after each row of metrics.jsonl, until the run has ended successfully."""
+    """Record all processes after each row of metrics.jsonl, until the run has ended successfully."""
     held: defaultdict[str, Held] = defaultdict(Held)
     deadline, seen = time.monotonic() + seconds, 0
     while run.process.poll() is None:
@@ -137,20 +150,22 @@ def slope(steps: list[int], memory: list[float]) -> float:
 
 
 def verdict(name: str, held: Held, warm: int) -> tuple[str, bool]:
-    """Describes one process in a line, and returns it with whether the process stays within the limits."""
+    """Describe one process in a line, and return it with whether the process stays within the limits."""
     first = next(i for i, step in enumerate(held.steps) if step >= warm)
     grows = slope(held.steps[first:], held.memory[first:])
     memory = f"{held.memory[0] / 1024:7.1f} {held.memory[first] / 1024:7.1f} {held.memory[-1] / 1024:7.1f} MiB"
     counts, good = "", grows <= ALLOWED
     for values, more in ((held.descriptors, 0), (held.threads, POOL - 1)):
-        before, after = (int(statistics.median(part)) for part in (values[first : first + 15], values[-15:]))
+        before, after = (
+            int(statistics.median(part)) for part in (values[first : first + 15], values[-15:])
+        )
         counts += f"   {values[0]:3d} {before:3d} {after:3d}"
         good &= after <= before + more
     return f"{name:24} {grows:+8.1f} KiB/step   {memory}{counts}{'' if good else '   TOO MUCH'}", good
 
 
 def main(folder: Path, steps: int = 300, names: Sequence[str] = ()) -> int:
-    """Runs the training, and prints a table for each run."""
+    """Run the training, and print a table for each run."""
     from trainer.commands.tiny_model import make_tiny_model
 
     model = make_tiny_model(folder / "model", layers=2, intermediate_size=128)
@@ -164,7 +179,11 @@ def main(folder: Path, steps: int = 300, names: Sequence[str] = ()) -> int:
         "batch": {"prompts_per_step": 2, "tokens_per_micro_batch": 1024},
     }
     tools = {"tools": [f"{__file__}:two"], "describe_tools": False, "max_turns": 2}
-    rollouts = {"client": {"client": f"{__file__}:client"}, "tools": tools, "carried": {"slice_tokens": 8, "ahead": 1}}
+    rollouts = {
+        "client": {"client": f"{__file__}:client"},
+        "tools": tools,
+        "carried": {"slice_tokens": 8, "ahead": 1},
+    }
     good, warm = True, steps // 5
     for name in names or rollouts:
         began = time.monotonic()
@@ -191,8 +210,12 @@ def main(folder: Path, steps: int = 300, names: Sequence[str] = ()) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="for models, data and runs")
-    parser.add_argument("steps", type=int, nargs="?", default=300, help="steps of each run (default: 300)")
+    parser.add_argument(
+        "steps", type=int, nargs="?", default=300, help="steps of each run (default: 300)"
+    )
     parser.add_argument("names", nargs="*", metavar="RUN", help="client, tools, carried (default: all)")
     sys.exit(main(**vars(parser.parse_args())))

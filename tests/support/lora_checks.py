@@ -30,12 +30,18 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 RATE, DECAY = 1e-3, 0.1
 
 
-def lora_policy(source: Path, backend: str, targets: Any = "all-linear", lora: LoraConfig = LORA) -> Policy:
-    """A policy with adapters under this backend."""
+def lora_policy(
+    source: Path, backend: str, targets: Any = "all-linear", lora: LoraConfig = LORA
+) -> Policy:
+    """Return a policy with adapters under this backend."""
     zero = {"backend": "deepspeed", "zero_stage": int(backend[-1])} if backend != "fsdp" else {}
     settings = PolicyConfig(dtype="float32", lr=RATE, weight_decay=DECAY, max_grad_norm=1e9, **zero)  # type: ignore[arg-type]
     return make_policy(
-        ModelConfig(path=str(source)), settings, checks.CPU, 10, lora.model_copy(update={"target_modules": targets})
+        ModelConfig(path=str(source)),
+        settings,
+        checks.CPU,
+        10,
+        lora.model_copy(update={"target_modules": targets}),
     )
 
 
@@ -47,12 +53,16 @@ class Reference:
         self.model = peft.get_peft_model(plain, peft_config(LORA, TARGETS)).train()
         self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         for name, factor in self.trained.items():
-            factor.data.copy_(start_value(name.removeprefix("base_model.model."), factor.shape, LORA.seed))
+            factor.data.copy_(
+                start_value(name.removeprefix("base_model.model."), factor.shape, LORA.seed)
+            )
         groups = decay_groups(list(self.trained.values()), DECAY)
-        self.optimizer = torch.optim.AdamW(groups, lr=RATE, betas=PolicyConfig().betas, eps=PolicyConfig().eps)
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=RATE, betas=PolicyConfig().betas, eps=PolicyConfig().eps
+        )
 
     def step(self) -> None:
-        """Makes one optimizer step on all samples."""
+        """Make one optimizer step on all samples."""
         samples = checks.make_samples()
         loss = torch.zeros(())
         for sample in samples:
@@ -64,26 +74,30 @@ class Reference:
         self.optimizer.step()
 
     def factors(self) -> dict[str, Tensor]:
-        """The adapters' factors, under PEFT's names in files."""
+        """Return the adapters' factors, under PEFT's names in files."""
         return {name.replace(".default.", "."): factor.data for name, factor in self.trained.items()}
 
 
 def step(policy: Policy) -> None:
-    """Makes one update on all samples."""
+    """Make one update on all samples."""
     batches = checks.own_batches(checks.make_samples(), 60)
     policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE)
 
 
 def held(policy: Policy) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, under PEFT's names in files."""
-    return {peft_name(name): tensor.full_tensor() for name, tensor in policy.state_dict()["model"].items()}
+    """Return the tensors of a checkpoint, under PEFT's names in files."""
+    return {
+        peft_name(name): tensor.full_tensor() for name, tensor in policy.state_dict()["model"].items()
+    }
 
 
 def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     """Tensors have the same names, and are equal to 1e-5."""
     assert got.keys() == wanted.keys()
     for name, tensor in got.items():
-        torch.testing.assert_close(tensor, wanted[name], atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            tensor, wanted[name], atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def check_steps(folder: Path, backend: str, kind: str = "qwen2", tied: bool = True) -> None:
@@ -99,7 +113,9 @@ def check_steps(folder: Path, backend: str, kind: str = "qwen2", tied: bool = Tr
             torch.testing.assert_close(now.logprobs, then.logprobs, atol=1e-6, rtol=1e-6)
     assert_close(held(policy), reference.factors())
     merged = dict(reference.model.merge_and_unload().named_parameters())
-    assert_close(sent(weight_source(policy, torch.float32)), {name: p.detach() for name, p in merged.items()})
+    assert_close(
+        sent(weight_source(policy, torch.float32)), {name: p.detach() for name, p in merged.items()}
+    )
 
 
 def check_files(folder: Path, backend: str) -> None:
@@ -119,9 +135,13 @@ def check_files(folder: Path, backend: str) -> None:
     if is_main():
         plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         adapted = peft.PeftModel.from_pretrained(plain, target / "adapter")
-        assert_close({n: p.data for n, p in peft.get_peft_model_state_dict(adapted).items()}, reference.factors())
+        assert_close(
+            {n: p.data for n, p in peft.get_peft_model_state_dict(adapted).items()}, reference.factors()
+        )
         merged = AutoModelForCausalLM.from_pretrained(target / "model", dtype=torch.float32)
-        assert_close(dict(merged.named_parameters()), dict(adapted.merge_and_unload().named_parameters()))
+        assert_close(
+            dict(merged.named_parameters()), dict(adapted.merge_and_unload().named_parameters())
+        )
 
 
 def peft_adapter(source: Path, folder: Path, **settings: Any) -> peft.PeftModel:
@@ -138,7 +158,7 @@ def peft_adapter(source: Path, folder: Path, **settings: Any) -> peft.PeftModel:
 
 
 def check_start(folder: Path, backend: str) -> None:
-    """A run that goes on from PEFT's adapter has its factors, computes what PEFT does, and sends that to engines."""
+    """Return a run that goes on from PEFT's adapter has its factors, computes what PEFT does, and sends that to engines."""
     source, adapter = checks.model_folder(folder), folder / f"start_{backend}_{rank()}"
     reference = peft_adapter(source, adapter, use_rslora=backend == "zero 2")
     keys = {"start": str(adapter)} | adapter_keys(str(adapter))
@@ -149,7 +169,8 @@ def check_start(folder: Path, backend: str) -> None:
     assert factors_here.keys() == stored.keys()
     assert all(torch.equal(factors_here[name], tensor) for name, tensor in stored.items())
     assert all(
-        torch.equal(tensor, stored[name]) for name, tensor in sent(adapter_source(policy, torch.float32)).items()
+        torch.equal(tensor, stored[name])
+        for name, tensor in sent(adapter_source(policy, torch.float32)).items()
     )
     samples = checks.own_samples(checks.make_samples())
     batches = checks.own_batches(checks.make_samples(), 60)
@@ -162,27 +183,34 @@ def check_start(folder: Path, backend: str) -> None:
                 torch.testing.assert_close(scored, expected, atol=1e-6, rtol=1e-6)
     step(policy)
     save_adapter(policy.model, LoraConfig(**keys), str(source), folder / f"again_{backend}")
-    again = LoraConfig(start=str(folder / f"again_{backend}"), **adapter_keys(str(folder / f"again_{backend}")))
+    again = LoraConfig(
+        start=str(folder / f"again_{backend}"), **adapter_keys(str(folder / f"again_{backend}"))
+    )
     assert_close(held(lora_policy(source, backend, again.target_modules, again)), held(policy))
     merged = dict(reference.merge_and_unload().named_parameters())
     fresh = lora_policy(source, backend, targets, LoraConfig(**keys))
-    assert_close(sent(weight_source(fresh, torch.float32)), {name: p.detach() for name, p in merged.items()})
+    assert_close(
+        sent(weight_source(fresh, torch.float32)), {name: p.detach() for name, p in merged.items()}
+    )
 
 
 def start_on_ranks(models: str, results: str) -> None:
-    """Runs `check_start` for each backend on the ranks there are, and writes the results to the file `results`."""
+    """Run `check_start` for each backend on the ranks there are, and write the results to the file `results`."""
     init_process_group(60, "cpu")
     run = {
-        backend: _collected(lambda b=backend: check_start(Path(models), b)) for backend in ("fsdp", "zero 2", "zero 3")
+        backend: _collected(lambda b=backend: check_start(Path(models), b))
+        for backend in ("fsdp", "zero 2", "zero 3")
     }
     checks._on_ranks(run, results)
 
 
 def two_ranks(models: str, results: str) -> None:
-    """Runs every check on two ranks, and writes the results to the file `results`."""
+    """Run every check on two ranks, and write the results to the file `results`."""
     init_process_group(60, "cpu")
     folder = Path(models)
-    run: dict[str, Callable[[], None]] = {f"steps {b}": lambda b=b: check_steps(folder, b) for b in BACKENDS}
+    run: dict[str, Callable[[], None]] = {
+        f"steps {b}": lambda b=b: check_steps(folder, b) for b in BACKENDS
+    }
     run["steps untied"] = lambda: check_steps(folder, "fsdp", "llama", False)
     run |= {f"files {b}": lambda b=b: check_files(folder, b) for b in ("fsdp", "zero 2")}
     checks._on_ranks({name: _collected(check) for name, check in run.items()}, results)

@@ -16,11 +16,19 @@ _ALONE = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-chi
 
 def missing() -> str:
     """Why this machine cannot simulate several; empty if it can."""
-    tools = [tool for tool in ("unshare", "nsenter", "setpriv", "ip", "bridge", "tc") if shutil.which(tool) is None]
+    tools = [
+        tool
+        for tool in ("unshare", "nsenter", "setpriv", "ip", "bridge", "tc")
+        if shutil.which(tool) is None
+    ]
     if tools:
         return f"{', '.join(tools)} not installed (Debian: util-linux, iproute2)"
-    tried = subprocess.run([*_ALONE, "ip", "link", "add", "tried", "type", "bridge"], capture_output=True, text=True)
-    return f"no network namespaces: {tried.stderr.strip() or 'not permitted'}" if tried.returncode else ""
+    tried = subprocess.run(
+        [*_ALONE, "ip", "link", "add", "tried", "type", "bridge"], capture_output=True, text=True
+    )
+    return (
+        f"no network namespaces: {tried.stderr.strip() or 'not permitted'}" if tried.returncode else ""
+    )
 
 
 class Nodes:
@@ -38,7 +46,9 @@ class Nodes:
     def __enter__(self) -> "Nodes":
         self._resources.callback(self._end)
         with self._resources:
-            self._switch = self._hold(["unshare", "--net"], "ip link add switch type bridge && ip link set switch up")
+            self._switch = self._hold(
+                ["unshare", "--net"], "ip link add switch type bridge && ip link set switch up"
+            )
             for node in range(self.count):
                 self.boot(node)
             self._resources = self._resources.pop_all()
@@ -49,16 +59,17 @@ class Nodes:
 
     @staticmethod
     def address(node: int) -> str:
-        """The node's address in the network of all nodes."""
+        """Return the node's address in the network of all nodes."""
         return f"{_PREFIX}{node + 1}"
 
     def boot(self, node: int) -> None:
-        """Starts a machine, which has nothing in memory and an empty /tmp."""
+        """Start a machine, which has nothing in memory and an empty /tmp."""
         home = self._folder / f"node{node}"
         shutil.rmtree(home, ignore_errors=True)
         home.mkdir(parents=True)
         bind = ""
-        for shared in filter(lambda path: path.is_relative_to("/tmp"), self._shared):  # hidden by the node's own /tmp
+        for shared in filter(lambda path: path.is_relative_to("/tmp"), self._shared):
+            # hidden by the node's own /tmp
             inside = home / shared.relative_to("/tmp")
             inside.mkdir(parents=True, exist_ok=True)
             bind += f"mount --bind {shared} {inside} && "
@@ -72,8 +83,10 @@ class Nodes:
         self._in_switch(f"ip link set port{node} master switch up")
         self._inside(node, f"ip addr add {self.address(node)}/24 dev eth0 && ip link set eth0 up")
 
-    def start(self, node: int, command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Starts a command on a node, whose output is appended to `log`."""
+    def start(
+        self, node: int, command: list[str], log: Path, environment: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Start a command on a node, whose output is appended to `log`."""
         with log.open("ab") as file:
             return subprocess.Popen(
                 [*self._enter(node), *command],
@@ -92,26 +105,28 @@ class Nodes:
         self._in_switch(f"! ip link show port{node} >/dev/null 2>&1 || ip link del port{node}")
 
     def cut(self, node: int) -> None:
-        """Has the switch drop everything from and for the node; no process is told."""
+        """Have the switch drop everything from and for the node; no process is told."""
         self._in_switch(f"bridge link set dev port{node} state 0")
 
     def mend(self, node: int) -> None:
-        """Undoes `cut`."""
+        """Undo `cut`."""
         self._in_switch(f"bridge link set dev port{node} state 3")
 
     def slow(self, node: int, mbit: int) -> None:
         """Limits what is sent to the node to `mbit` Mbit/s."""
-        self._in_switch(f"tc qdisc add dev port{node} root tbf rate {mbit}mbit burst 64kbit latency 400ms")
+        self._in_switch(
+            f"tc qdisc add dev port{node} root tbf rate {mbit}mbit burst 64kbit latency 400ms"
+        )
 
     def processes(self, node: int) -> list[str]:
-        """The command lines of what runs on a node, except for its first process."""
+        """Return the command lines of what runs on a node, except for its first process."""
         command = [*self._enter(node), "ps", "-eo", "pid=,args="]
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         rows = [line.split(None, 1) for line in listed.splitlines()]
         return [args for pid, args in rows if pid != "1" and not args.startswith("ps -eo")]
 
     def _hold(self, namespaces: list[str], begin: str) -> subprocess.Popen[str]:
-        """Starts a process that keeps namespaces alive, after `begin` has prepared them; it ends with this one."""
+        """Start a process that keeps namespaces alive, after `begin` has prepared them; it ends with this one."""
         script = f"{begin} && echo ready && exec sleep infinity"
         command = ["setpriv", "--pdeathsig", "KILL", *namespaces, "sh", "-c", script]
         held = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -122,7 +137,11 @@ class Nodes:
         return held
 
     def _enter(self, node: int) -> list[str]:
-        inner = Path(f"/proc/{self._inits[node].pid}/task/{self._inits[node].pid}/children").read_text().split()[0]
+        inner = (
+            Path(f"/proc/{self._inits[node].pid}/task/{self._inits[node].pid}/children")
+            .read_text()
+            .split()[0]
+        )
         return ["nsenter", "--target", inner, "--net", "--uts", "--mount", "--pid", "--"]
 
     def _inside(self, node: int, script: str) -> None:

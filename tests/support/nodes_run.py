@@ -1,4 +1,4 @@
-"""Trains over several machines, simulated by namespaces on this one, while a machine dies or its link is cut.
+"""Train over several machines, simulated by namespaces on this one, while a machine dies or its link is cut.
 
     python tests/support/nodes_run.py FOLDER [--nodes 4] [--only power cut long-cut slow first]
 
@@ -43,16 +43,18 @@ class NodesRun:
             self.start(node)
 
     def log(self, node: int) -> Path:
-        """The file with a node's output."""
+        """Return the file with a node's output."""
         return self.recipe.parent / f"{self.name}-node{node}.log"
 
     def ends(self, node: int) -> int:
-        """The number of attempts that have failed on a node."""
+        """Return the number of attempts that have failed on a node."""
         return self.log(node).read_text().count("failed in step")
 
     def start(self, node: int) -> None:
-        """Gives the command that a user gives on a node."""
-        environment = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL") if name in os.environ}
+        """Give the command that a user gives on a node."""
+        environment = {
+            name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL") if name in os.environ
+        }
         environment |= {
             "RESTARTS": str(self.restarts),
             "NNODES": str(self.nodes.count),
@@ -67,7 +69,9 @@ class NodesRun:
         self.launched[node] = self.nodes.start(node, command, self.log(node), environment)
 
     def output(self) -> str:
-        return "".join(f"--- node {node}\n{self.log(node).read_text()}" for node in range(self.nodes.count))
+        return "".join(
+            f"--- node {node}\n{self.log(node).read_text()}" for node in range(self.nodes.count)
+        )
 
     def comparable_rows(self) -> list[dict[str, Any]]:
         file = self.folder / "metrics.jsonl"
@@ -75,24 +79,30 @@ class NodesRun:
         return [{k: v for k, v in row.items() if not k.startswith(MACHINE_FIGURES)} for row in rows]
 
     def wait_for_steps(self, count: int, seconds: float = START_SECONDS) -> None:
-        """Waits until metrics.jsonl has `count` steps."""
+        """Wait until metrics.jsonl has `count` steps."""
         deadline = time.monotonic() + seconds
         while len(self.comparable_rows()) < count:
             ended = [node for node, process in self.launched.items() if process.poll() is not None]
             assert not ended, f"node {ended[0]} ended before step {count}:\n{self.output()}"
-            assert time.monotonic() < deadline, f"no step {count} within {seconds:.0f} s:\n{self.output()}"
+            assert time.monotonic() < deadline, (
+                f"no step {count} within {seconds:.0f} s:\n{self.output()}"
+            )
             time.sleep(0.05)
 
     def wait(self, seconds: float = START_SECONDS) -> list[int]:
-        """Waits for the end, and returns the nodes' exit codes."""
+        """Wait for the end, and return the nodes' exit codes."""
         deadline = time.monotonic() + seconds
         try:
-            return [p.wait(max(0.1, deadline - time.monotonic())) for _, p in sorted(self.launched.items())]
+            return [
+                p.wait(max(0.1, deadline - time.monotonic())) for _, p in sorted(self.launched.items())
+            ]
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the nodes did not end within {seconds:.0f} s:\n{self.output()}") from None
+            raise AssertionError(
+                f"the nodes did not end within {seconds:.0f} s:\n{self.output()}"
+            ) from None
 
     def lose_power(self, node: int) -> None:
-        """Ends the node without closing a connection."""
+        """End the node without closing a connection."""
         self.nodes.cut(node)
         self.nodes.kill(node)
         self.launched.pop(node).wait()
@@ -131,10 +141,12 @@ EVENTS = ("power", "cut", "long-cut", "slow", "first")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains undisturbed and on nodes, and prints what the two runs differ in."""
+    """Train undisturbed and on nodes, and print what the two runs differ in."""
     from trainer.commands.tiny_model import make_tiny_model
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--only", nargs="+", choices=EVENTS, default=EVENTS)
@@ -167,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def nodes_recipe(folder: Path, model: Path, steps: int) -> Path:
-    """Writes the recipe of a run that saves after each step, and learns something in each."""
+    """Write the recipe of a run that saves after each step, and learns something in each."""
     return write_recipe(
         folder,
         model,

@@ -26,25 +26,30 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def plain_optimizers(case: str, named: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """The case's optimizers as torch has them; experts lie in one tensor and are AdamW's."""
+    """Return the case's optimizers as torch has them; experts lie in one tensor and are AdamW's."""
     decay = three_steps.SETTINGS["weight_decay"]
     if case == "own":
-        vectors, matrices = ([p for p in named.values() if (p.dim() == 1) == one] for one in (True, False))
+        vectors, matrices = (
+            [p for p in named.values() if (p.dim() == 1) == one] for one in (True, False)
+        )
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         return [torch.optim.SGD(groups, weight_decay=decay, momentum=0.9, dampening=0.5)]
     hidden = {name: p for name, p in named.items() if name.endswith(HIDDEN)}
     others = {name: p for name, p in named.items() if name not in hidden}
     options = {"adjust_lr_fn": "match_rms_adamw"} | CASES[case].get("optimizer_options", {})
-    return [torch.optim.Muon(hidden.values(), weight_decay=decay, **options), *three_steps.plain_adamw(others)]
+    return [
+        torch.optim.Muon(hidden.values(), weight_decay=decay, **options),
+        *three_steps.plain_adamw(others),
+    ]
 
 
 def model_of(folder: Path, case: str) -> Path:
-    """The folder of the case's model."""
+    """Return the folder of the case's model."""
     return checks.model_folder(folder, *(("qwen3_moe", False) if "mixture" in case else ("qwen2", True)))
 
 
 def make(folder: Path, case: str, **more: Any) -> Any:
-    """A policy of this case, whose gradients are clipped."""
+    """Return a policy of this case, whose gradients are clipped."""
     return checks.make_policy(model_of(folder, case), **three_steps.SETTINGS | CASES[case] | more)
 
 
@@ -53,7 +58,9 @@ def check_steps(folder: Path, case: str) -> None:
 
     Newton-Schulz iterations in bfloat16 round another gradient otherwise, so that Muon's weights have some slack.
     """
-    plain = three_steps.plain_steps(model_of(folder, case), checks.make_samples(), partial(plain_optimizers, case))
+    plain = three_steps.plain_steps(
+        model_of(folder, case), checks.make_samples(), partial(plain_optimizers, case)
+    )
     policy, slack = make(folder, case), 1.0 if case == "own" else 20.0
     three_steps.check_steps(policy, three_steps.fsdp_gradient, checks.weights, list(plain), slack)
 
@@ -81,14 +88,16 @@ def check_muon_bit_for_bit() -> None:
 
 
 def full_state(policy: Any) -> dict[str, Tensor]:
-    """Copies of the whole tensors of weights and optimizer state."""
+    """Copy of the whole tensors of weights and optimizer state."""
     state = policy.state_dict()
     tensors = {f"{part} {name}": t for part in ("model", "optimizer") for name, t in state[part].items()}
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in tensors.items()}
+    return {
+        name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in tensors.items()
+    }
 
 
 def check_saved(folder: Path, case: str) -> None:
-    """Saves after two steps, and the state after a third; the saved state continues to it, bit for bit."""
+    """Save after two steps, and the state after a third; the saved state continues to it, bit for bit."""
     policy, batches = make(folder, case), checks.own_batches(checks.make_samples(), 60)
     loss = checks.make_loss(batches)
     for _ in range(2):
@@ -114,17 +123,20 @@ def check_loaded(folder: Path, case: str) -> None:
 
 
 def two_ranks(models: str, results: str) -> None:
-    """Runs every check on two ranks, and writes the results to the file `results`."""
+    """Run every check on two ranks, and write the results to the file `results`."""
     init_process_group(60, "cpu")
     folder = Path(models)
     run = {f"steps {case}": partial(check_steps, folder, case) for case in CASES}
     run |= {f"saved {case}": partial(check_saved, folder, case) for case in ("muon", "own")}
-    run |= {"bits": check_muon_bit_for_bit, "offload": partial(checks.check_fsdp_shifts, folder, optimizer="muon")}
+    run |= {
+        "bits": check_muon_bit_for_bit,
+        "offload": partial(checks.check_fsdp_shifts, folder, optimizer="muon"),
+    }
     checks._on_ranks(run, results)
 
 
 def four_ranks(models: str, results: str) -> None:
-    """Loads on four ranks, with replicas, what two have saved; and steps."""
+    """Load on four ranks, with replicas, what two have saved; and steps."""
     init_process_group(60, "cpu")
     folder = Path(models)
     run = {f"loaded {case}": partial(check_loaded, folder, case) for case in ("muon", "own")}

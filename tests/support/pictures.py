@@ -13,5 +13,5 @@ def picture(width: int, height: int) -> PIL.Image.Image:
 
 
 def images(*sizes: tuple[int, int]) -> tuple[Image, ...]:
-    """Encodes a picture of each size."""
+    """Encode a picture of each size."""
     return tuple(Image.read(picture(*size)) for size in sizes)

@@ -64,7 +64,7 @@ ways = 1  # ranks that share a micro-batch; sequence_checks.py changes it to run
 
 
 def make_model(kind: str, folder: Path, tied: bool, experts: int = 5) -> None:
-    """Writes a tiny random model, with weights larger than usual so that its distributions are far from uniform."""
+    """Write a tiny random model, with weights larger than usual so that its distributions are far from uniform."""
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -79,20 +79,43 @@ def make_model(kind: str, folder: Path, tied: bool, experts: int = 5) -> None:
         "pad_token_id": 0,
         "bos_token_id": None,
     }
-    moe = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
-    latent = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
-    mla = {"moe_intermediate_size": 24, "n_routed_experts": experts, "n_shared_experts": 1, "num_experts_per_tok": 2}
+    moe = {
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "decoder_sparse_step": 1,
+    }
+    latent = {
+        "q_lora_rank": 12,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+    }
+    mla = {
+        "moe_intermediate_size": 24,
+        "n_routed_experts": experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+    }
     config = {
         "qwen2": lambda: Qwen2Config(**shape),
         "qwen3": lambda: Qwen3Config(**shape, head_dim=8),
         "llama": lambda: LlamaConfig(**shape),
-        "gemma3": lambda: Gemma3TextConfig(**shape, head_dim=8, query_pre_attn_scalar=8, sliding_window=5),
+        "gemma3": lambda: Gemma3TextConfig(
+            **shape, head_dim=8, query_pre_attn_scalar=8, sliding_window=5
+        ),
         "qwen3_moe": lambda: Qwen3MoeConfig(**shape, **moe, head_dim=8),
         "deepseek_v2": lambda: DeepseekV2Config(
             **shape | {"num_key_value_heads": 4}, **latent, **mla, first_k_dense_replace=1
         ),
         "deepseek_v3": lambda: DeepseekV3Config(
-            **shape | {"num_key_value_heads": 4}, **latent, **mla, first_k_dense_replace=1, n_group=1, topk_group=1
+            **shape | {"num_key_value_heads": 4},
+            **latent,
+            **mla,
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
         ),
     }[kind]()
     torch.manual_seed(0)
@@ -108,19 +131,19 @@ def make_model(kind: str, folder: Path, tied: bool, experts: int = 5) -> None:
 
 
 def make_models(folder: Path) -> Path:
-    """Writes a model for each of KINDS, in a folder of its own."""
+    """Write a model for each of KINDS, in a folder of its own."""
     for kind, tied in KINDS:
         make_model(kind, model_folder(folder, kind, tied), tied)
     return folder
 
 
 def model_folder(folder: Path, kind: str = "qwen2", tied: bool = True) -> Path:
-    """The folder of this model below `folder`."""
+    """Return the folder of this model below `folder`."""
     return folder / f"{kind}_{'tied' if tied else 'untied'}"
 
 
 def make_policy(folder: Path, trainable: bool = True, **settings: Any) -> FsdpPolicy:
-    """A policy in float32 whose gradients are not clipped."""
+    """Return a policy in float32 whose gradients are not clipped."""
     settings = {"dtype": "float32", "lr": 1e-3, "max_grad_norm": 1e9} | settings
     return FsdpPolicy(ModelConfig(path=str(folder)), PolicyConfig(**settings), CPU, trainable=trainable)
 
@@ -140,14 +163,14 @@ def make_samples(lengths: list[int] = LENGTHS) -> list[Sample]:
 
 
 def plain_logprobs(model: PreTrainedModel, sample: Sample) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of all targets of one sequence, unpadded, through the whole logits tensor."""
+    """Return log-probabilities and entropies of all targets of one sequence, unpadded, through the whole logits tensor."""
     ids = torch.tensor([sample.input_ids])
     log_p = torch.log_softmax(model(ids).logits[0, :-1].float() / TEMPERATURE, dim=-1)
     return log_p.gather(1, ids[0, 1:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
 
 
 def plain_loss(model: PreTrainedModel, samples: list[Sample], name: str) -> Tensor:
-    """The loss of `make_loss`, as a loop over sequences."""
+    """Return the loss of `make_loss`, as a loop over sequences."""
     masks = [torch.tensor(s.loss_mask[1:], dtype=torch.float32) for s in samples]
     total = sum(m.sum() for m in masks) if name == "token_mean" else sum(1 for m in masks if m.any())
     loss = torch.zeros(())
@@ -165,21 +188,27 @@ def plain_gradients(folder: Path, samples: list[Sample], name: str) -> dict[str,
     return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
 
-def make_loss(batches: list[MicroBatch], name: str = "token_mean", factor: float = 1.0) -> Callable[..., Any]:
-    """A loss of advantages and entropy, averaged over all ranks by the aggregation `name`, times `factor`."""
-    counted = [b.loss_mask.sum() if name == "token_mean" else b.loss_mask.any(dim=1).sum() for b in batches]
+def make_loss(
+    batches: list[MicroBatch], name: str = "token_mean", factor: float = 1.0
+) -> Callable[..., Any]:
+    """Return a loss of advantages and entropy, averaged over all ranks by the aggregation `name`, times `factor`."""
+    counted = [
+        b.loss_mask.sum() if name == "token_mean" else b.loss_mask.any(dim=1).sum() for b in batches
+    ]
     counts = all_reduce_sum({"count": float(sum(counted)) / ways})
 
     def loss_fn(batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
         per_token = -advantages(batch) * outputs.logprobs - 0.1 * outputs.entropy
-        loss = (per_token * aggregation.weights(batch.loss_mask, name, counts["count"], counts["count"], 1)).sum()
+        loss = (
+            per_token * aggregation.weights(batch.loss_mask, name, counts["count"], counts["count"], 1)
+        ).sum()
         return loss * factor, {"tokens": batch.loss_mask.sum()}
 
     return loss_fn
 
 
 def policy_gradients(policy: FsdpPolicy, batches: list[MicroBatch], name: str) -> dict[str, Tensor]:
-    """The gradients that an update applies, gathered; the update is made, too."""
+    """Return the gradients that an update applies, gathered; the update is made, too."""
     captured: dict[str, Tensor] = {}
 
     def capture(*_: Any) -> None:
@@ -191,7 +220,9 @@ def policy_gradients(policy: FsdpPolicy, batches: list[MicroBatch], name: str) -
     return captured
 
 
-def assert_gradients_equal(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+def assert_gradients_equal(
+    got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6
+) -> None:
     """Gradients differ by at most `tolerance` times the largest element, or times 1 if all are smaller."""
     assert got.keys() == expected.keys()
     tolerance *= max(1.0, *(float(g.abs().max()) for g in expected.values()))
@@ -206,17 +237,20 @@ def own_batches(samples: list[Sample], budget: int, packing: bool = False) -> li
 
 
 def own_samples(samples: list[Sample]) -> list[Sample]:
-    """The samples that are dealt to this rank."""
-    return [samples[i] for i in deal([len(s.input_ids) for s in samples], lambda length: length, ways)[rank()]]
+    """Return the samples that are dealt to this rank."""
+    return [
+        samples[i]
+        for i in deal([len(s.input_ids) for s in samples], lambda length: length, ways)[rank()]
+    ]
 
 
 def weights(policy: FsdpPolicy) -> dict[str, Tensor]:
-    """Copies of the whole weights."""
+    """Copy of the whole weights."""
     return {name: p.detach().full_tensor().clone() for name, p in policy.named_parameters()}
 
 
 def check_planned_traffic(folder: Path, **settings: Any) -> None:
-    """The plan counts the collectives that are really called."""
+    """Return the plan counts the collectives that are really called."""
     from tests.support.counted_collectives import check_traffic  # it imports this module
 
     for tied in (True, False):
@@ -229,7 +263,10 @@ def check_planned_traffic(folder: Path, **settings: Any) -> None:
 def check_loading(folder: Path, kind: str, tied: bool) -> None:
     """Sharded loading gives the weights of from_pretrained, and the policy computes the same."""
     source = model_folder(folder, kind, tied)
-    policy, plain = make_policy(source), AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    policy, plain = (
+        make_policy(source),
+        AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval(),
+    )
     expected = dict(plain.named_parameters())
     got = weights(policy)
     assert got.keys() == expected.keys()
@@ -244,20 +281,26 @@ def check_loading(folder: Path, kind: str, tied: bool) -> None:
             for row, index in enumerate(batch.rows):
                 mask = torch.tensor(samples[index].loss_mask[1:])
                 wanted = plain_logprobs(plain, samples[index])[0] * mask
-                torch.testing.assert_close(outputs.logprobs[row, : len(mask)], wanted, atol=2e-5, rtol=1e-5)
+                torch.testing.assert_close(
+                    outputs.logprobs[row, : len(mask)], wanted, atol=2e-5, rtol=1e-5
+                )
                 assert not outputs.logprobs[row, len(mask) :].any()
-    assert all(not p.to_local().is_meta for _, p in policy.named_parameters()), "parameters must be sharded again"
+    assert all(not p.to_local().is_meta for _, p in policy.named_parameters()), (
+        "parameters must be sharded again"
+    )
 
 
 def check_sent(policy: Any) -> None:
-    """The engine would be sent, and compared with, the checkpoint that the policy was loaded from, cast once.
+    """Return the engine would be sent, and compared with, the checkpoint that the policy was loaded from, cast once.
 
     The biases that decide routes are not cast.
     """
     stored = load_file(policy.source / "model.safetensors")
     for dtype in (torch.float32, torch.bfloat16):
         source = weight_source(policy, dtype)
-        expected = {name: w if name.endswith(ROUTE_BIASES) else w.to(dtype) for name, w in stored.items()}
+        expected = {
+            name: w if name.endswith(ROUTE_BIASES) else w.to(dtype) for name, w in stored.items()
+        }
         for got in (sent(source), sent_in_parts(source, 1 << 14)):
             assert got.keys() == expected.keys()
             for name, weight in expected.items():
@@ -275,10 +318,12 @@ def check_gradients(
 
 
 def routed_samples(form: RouteFormat) -> list[Sample]:
-    """Samples with random routes."""
+    """Sample with random routes."""
     samples, generator = make_samples(), torch.Generator().manual_seed(2)
     for sample in samples:
-        scores = torch.rand(len(sample.input_ids) - 1, len(form.layers), form.experts, generator=generator)
+        scores = torch.rand(
+            len(sample.input_ids) - 1, len(form.layers), form.experts, generator=generator
+        )
         sample.routes = scores.topk(form.top_k).indices.to(form.dtype)
     return samples
 
@@ -289,21 +334,29 @@ def check_routed(
     gradients: Callable[..., Any] = policy_gradients,
     **settings: Any,
 ) -> None:
-    """A mixture computes as one process does, with given routes, and with recorded ones and a balance loss."""
+    """Return a mixture computes as one process does, with given routes, and with recorded ones and a balance loss."""
     source = model_folder(folder, "qwen3_moe", False)
-    policy, plain = make(source, **settings), AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).train()
+    policy, plain = (
+        make(source, **settings),
+        AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).train(),
+    )
     routers = find_routers(build_meta_model(source, ModelConfig(path=str(source)), torch.float32, CPU))
     module = PolicyModule(plain, routing=Routing(plain, routers))
     assert module.routing is not None
     form = module.routing.format
     samples = routed_samples(form)
-    one, batches = micro_batches(samples, 10_000, 0, CPU, count=1), own_batches(samples, 33, packing=True)
+    one, batches = (
+        micro_batches(samples, 10_000, 0, CPU, count=1),
+        own_batches(samples, 33, packing=True),
+    )
     module.routing.pull = balance(loads_of(one, form), form, coef=0.5)
     policy.routing.pull = balance(sum_counts(loads_of(batches, form)), form, coef=0.5)
     assert torch.equal(module.routing.pull, policy.routing.pull)
     tokens = sum(sample.trainable for sample in samples)
     scored = outputs(module, one[0], TEMPERATURE)
-    ((-advantages(one[0]) * scored.logprobs - 0.1 * scored.entropy) * one[0].loss_mask / tokens).sum().backward()
+    (
+        (-advantages(one[0]) * scored.logprobs - 0.1 * scored.entropy) * one[0].loss_mask / tokens
+    ).sum().backward()
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     assert_gradients_equal(gradients(policy, batches, "token_mean"), expected)
     counts = [routing.take_counts() for routing in (module.routing, policy.routing)]
@@ -319,12 +372,13 @@ def check_uneven_work(folder: Path) -> None:
     assert len(batches) == 6 and sum(1 for b in batches if not b.rows) == [5, 0, 6][rank()]
     source = model_folder(folder)
     assert_gradients_equal(
-        policy_gradients(make_policy(source), batches, "token_mean"), plain_gradients(source, samples, "token_mean")
+        policy_gradients(make_policy(source), batches, "token_mean"),
+        plain_gradients(source, samples, "token_mean"),
     )
 
 
 def check_nan_on_one_rank(folder: Path) -> None:
-    """A NaN on one rank skips the update on all; the third in a row ends the training."""
+    """Return a NaN on one rank skips the update on all; the third in a row ends the training."""
     policy = make_policy(model_folder(folder), max_skipped_steps=3)
     batches = own_batches(make_samples(), 60)
     bad = make_loss(batches, factor=float("nan") if rank() == world_size() - 1 else 1.0)
@@ -360,7 +414,7 @@ def check_small_steps_are_not_lost(folder: Path) -> None:
 
 
 def check_export(folder: Path, kind: str, tied: bool, dtype: str, **settings: Any) -> None:
-    """An export after an update opens in plain Transformers, computes the same, and keeps the names and shapes."""
+    """Return an export after an update opens in plain Transformers, computes the same, and keeps the names and shapes."""
     source = model_folder(folder, kind, tied)
     target = folder / f"export_{kind}_{tied}_{dtype}_{world_size()}"
     (source / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": true}')
@@ -368,8 +422,13 @@ def check_export(folder: Path, kind: str, tied: bool, dtype: str, **settings: An
     batches = micro_batches(make_samples(), 10000, 0, CPU)
     policy.update(batches, make_loss(batches), TEMPERATURE)
     policy.save_pretrained(target)
-    with safe_open(source / "model.safetensors", "pt") as old, safe_open(target / "model.safetensors", "pt") as new:
-        shapes = [{key: file.get_slice(key).get_shape() for key in list(file.keys())} for file in (old, new)]
+    with (
+        safe_open(source / "model.safetensors", "pt") as old,
+        safe_open(target / "model.safetensors", "pt") as new,
+    ):
+        shapes = [
+            {key: file.get_slice(key).get_shape() for key in list(file.keys())} for file in (old, new)
+        ]
     assert shapes[0] == shapes[1]
     plain = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
     assert plain.dtype == getattr(torch, dtype) and plain.generation_config.temperature == 0.6
@@ -383,7 +442,7 @@ def check_export(folder: Path, kind: str, tied: bool, dtype: str, **settings: An
 
 
 def check_state_dict(folder: Path, **more: Any) -> None:
-    """A policy that loads another's state after one update makes the same second update, bit for bit."""
+    """Return a policy that loads another's state after one update makes the same second update, bit for bit."""
     batches = own_batches(make_samples(), 60)
     settings = {"warmup_steps": 3, "weight_decay": 0.1} | more
     first = make_policy(model_folder(folder), **settings)
@@ -398,7 +457,7 @@ def check_state_dict(folder: Path, **more: Any) -> None:
 
 
 def check_shifts(make: Callable[..., Any], parameters: Callable[[Any], list[Tensor]]) -> None:
-    """A policy that offloads its memory between updates makes the same updates, bit for bit, and syncs its weights.
+    """Return a policy that offloads its memory between updates makes the same updates, bit for bit, and syncs its weights.
 
     Args:
         make: makes a policy from a value of policy.offload.
@@ -416,17 +475,19 @@ def check_shifts(make: Callable[..., Any], parameters: Callable[[Any], list[Tens
         assert away.release(weights=True) == held > 0 == memory_of(parameters(away))
         assert stays.release(weights=True) == 0
         away.restore()
-    assert away.score(batches, 1.0)[0].logprobs.tolist() == stays.score(batches, 1.0)[0].logprobs.tolist()
+    assert (
+        away.score(batches, 1.0)[0].logprobs.tolist() == stays.score(batches, 1.0)[0].logprobs.tolist()
+    )
 
 
 def memory_of(tensors: list[Tensor]) -> int:
-    """Bytes of the tensors' storages; a storage with several views counts once."""
+    """Return bytes of the tensors' storages; a storage with several views counts once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def gathered(policy: Any) -> list[bytes]:
-    """The bytes that an engine would be sent, one entry a parameter."""
+    """Return the bytes that an engine would be sent, one entry a parameter."""
     source = FsdpWeightSource(list(policy.named_parameters()), torch.float32)
     parameters = source.parameters()
     slots = [torch.zeros(p.nbytes, dtype=torch.uint8) for p in parameters]
@@ -444,18 +505,23 @@ def check_fsdp_shifts(folder: Path, **settings: Any) -> None:
 
 
 def check_reference_at_home(folder: Path) -> None:
-    """An offloaded reference is in memory only while it scores, and scores as one that stays there."""
+    """Return an offloaded reference is in memory only while it scores, and scores as one that stays there."""
     config = PolicyConfig(dtype="float32", offload_reference=True)
     home = FrozenPolicy(ModelConfig(path=str(model_folder(folder))), config, CPU)
     stays, batches = make_policy(model_folder(folder), trainable=False), own_batches(make_samples(), 60)
     for _ in range(3):  # FSDP replaces its tensors at the first forward pass
         assert memory_of([p.to_local() for _, p in home.named_parameters()]) == 0
-        scores = [[outputs.logprobs for outputs in policy.score(batches, 0.7)] for policy in (home, stays)]
-        assert all(torch.equal(one, other) for one, other in zip(*scores, strict=True)) and scores[0][0].any()
+        scores = [
+            [outputs.logprobs for outputs in policy.score(batches, 0.7)] for policy in (home, stays)
+        ]
+        assert (
+            all(torch.equal(one, other) for one, other in zip(*scores, strict=True))
+            and scores[0][0].any()
+        )
 
 
 def run_checks(checks: dict[str, Callable[[], None]]) -> dict[str, str]:
-    """Runs each check on all ranks; the value is an empty string, or what went wrong on any rank."""
+    """Run each check on all ranks; the value is an empty string, or what went wrong on any rank."""
     results = {}
     for name, check in checks.items():
         error: BaseException | None = None
@@ -480,23 +546,27 @@ def _on_ranks(checks: dict[str, Callable[[], None]], results: str) -> None:
 
 
 def two_ranks(models: str, results: str) -> None:
-    """Runs every check on two ranks, and writes the results to the file `results`."""
+    """Run every check on two ranks, and write the results to the file `results`."""
     init_process_group(60, "cpu")
     folder = Path(models)
     checks: dict[str, Callable[[], None]] = {}
     for kind, tied in KINDS:
         checks[f"loading {kind} {tied}"] = lambda k=kind, t=tied: check_loading(folder, k, t)
-        checks[f"sent {kind} {tied}"] = lambda k=kind, t=tied: check_sent(make_policy(model_folder(folder, k, t)))
+        checks[f"sent {kind} {tied}"] = lambda k=kind, t=tied: check_sent(
+            make_policy(model_folder(folder, k, t))
+        )
         for name, packing in [("token_mean", False), ("sequence_mean", True)]:
-            checks[f"gradients {kind} {tied} {packing}"] = lambda k=kind, t=tied, n=name, p=packing: check_gradients(
-                folder, k, t, 33, n, p
+            checks[f"gradients {kind} {tied} {packing}"] = lambda k=kind, t=tied, n=name, p=packing: (
+                check_gradients(folder, k, t, 33, n, p)
             )
     for layers in ("every_second", "full"):
         checks[f"gradients recomputed {layers}"] = lambda layers=layers: check_gradients(
             folder, "qwen2", True, 33, "token_mean", packing=True, activation_checkpointing=layers
         )
     for layers in ("none", "full"):
-        checks[f"routed {layers}"] = lambda layers=layers: check_routed(folder, activation_checkpointing=layers)
+        checks[f"routed {layers}"] = lambda layers=layers: check_routed(
+            folder, activation_checkpointing=layers
+        )
     checks["gradients kept gathered"] = lambda: check_gradients(
         folder, "qwen2", True, 33, "token_mean", reshard_after_forward=False
     )
@@ -516,13 +586,13 @@ def two_ranks(models: str, results: str) -> None:
 
 
 def three_ranks(models: str, results: str) -> None:
-    """Runs the check of uneven work on three ranks."""
+    """Run the check of uneven work on three ranks."""
     init_process_group(60, "cpu")
     _on_ranks({"uneven": lambda: check_uneven_work(Path(models))}, results)
 
 
 def main() -> None:
-    """Runs the checks by hand on one rank: python tests/support/policy_checks.py"""
+    """Run the checks by hand on one rank: python tests/support/policy_checks.py"""
     with tempfile.TemporaryDirectory() as folder:
         make_models(Path(folder))
         two_ranks(folder, str(Path(folder) / "results.json"))

@@ -38,7 +38,9 @@ def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor], limit: float
     for name, gradient in wanted.items():
         if not name.endswith("k_proj.bias"):  # zero but for rounding
             distance = float((got[name] - gradient).norm())
-            assert distance <= limit * float(gradient.norm()), f"{name}: {distance / float(gradient.norm())}"
+            assert distance <= limit * float(gradient.norm()), (
+                f"{name}: {distance / float(gradient.norm())}"
+            )
 
 
 def both(samples: list[Sample], budget: int, ways: int = 1) -> tuple[Batches, Batches]:
@@ -52,24 +54,32 @@ def both(samples: list[Sample], budget: int, ways: int = 1) -> tuple[Batches, Ba
 
 
 def tokens(batch: MicroBatch) -> int:
-    """The number of tokens that are forwarded on this rank."""
+    """Return the number of tokens that are forwarded on this rank."""
     assert batch.layout.pack is not None
     return len(batch.layout.pack.tokens)
 
 
-def applied(model: Any, batches: Batches, *rest: Any, ways: int = 1, loss: Any = None) -> dict[str, Tensor]:
-    """The gradients of an update with the loss of `policy_checks`, or another."""
+def applied(
+    model: Any, batches: Batches, *rest: Any, ways: int = 1, loss: Any = None
+) -> dict[str, Tensor]:
+    """Return the gradients of an update with the loss of `policy_checks`, or another."""
     checks.ways = ways
     loss = loss or checks.make_loss(batches)
     checks.ways = 1
     return captured_gradients(model, partial(model.update, batches, loss, *rest))
 
 
-def check_policy(folder: Path, kind: str, lora: int = 0, ways: int = 1, split: bool = False, **settings: Any) -> None:
-    """Scores and gradients of an update; with `split`, each rank has some of a group's answers, else whole groups."""
+def check_policy(
+    folder: Path, kind: str, lora: int = 0, ways: int = 1, split: bool = False, **settings: Any
+) -> None:
+    """Score and gradients of an update; with `split`, each rank has some of a group's answers, else whole groups."""
     source = checks.model_folder(folder, kind, True)
     owners = world_size() // ways
-    mine = [s for n, s in enumerate(SAMPLES) if (n if split else len(s.input_ids) // 9) % owners == rank() // ways]
+    mine = [
+        s
+        for n, s in enumerate(SAMPLES)
+        if (n if split else len(s.input_ids) // 9) % owners == rank() // ways
+    ]
     whole, shared = both(mine, 60 if not ways > 1 else 90, ways)
     found = []
     for batches in (whole, shared):
@@ -80,7 +90,9 @@ def check_policy(folder: Path, kind: str, lora: int = 0, ways: int = 1, split: b
         checks.ways = ways
         loss = checks.make_loss(batches)
         checks.ways = 1
-        gradients = applied(policy, batches, checks.TEMPERATURE, loss=partial(compared, loss, iter(scores)))
+        gradients = applied(
+            policy, batches, checks.TEMPERATURE, loss=partial(compared, loss, iter(scores))
+        )
         found.append((gradients, by_row(batches, [score.logprobs for score in scores])))
     for row, logprobs in found[0][1].items():
         torch.testing.assert_close(found[1][1][row], logprobs, atol=1e-5, rtol=0)
@@ -88,24 +100,26 @@ def check_policy(folder: Path, kind: str, lora: int = 0, ways: int = 1, split: b
 
 
 def compared(loss: Any, scores: Iterator[Outputs], batch: MicroBatch, out: Outputs) -> Any:
-    """The loss; the first ratio of an update is exactly 1."""
+    """Return the loss; the first ratio of an update is exactly 1."""
     assert torch.equal(out.logprobs.detach(), next(scores).logprobs)
     return loss(batch, out)
 
 
 def loss_of_values(error: Any, batch: MicroBatch, out: Outputs) -> Any:
-    """The loss of the values of a head on the policy's trunk."""
+    """Return the loss of the values of a head on the policy's trunk."""
     assert out.values is not None
     return error(batch, out.values)
 
 
-def distance(scores: Iterator[Outputs], batch: MicroBatch, out: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
+def distance(
+    scores: Iterator[Outputs], batch: MicroBatch, out: Outputs
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Half the squared distance of a student's log-probabilities from its teacher's."""
     return ((out.logprobs - next(scores).logprobs) ** 2 * batch.loss_mask).sum() / 2, {}
 
 
 def by_row(batches: Batches, tables: list[Tensor]) -> dict[int, Tensor]:
-    """The numbers of each sample, by its index."""
+    """Return the numbers of each sample, by its index."""
     return {
         row: line[: length - 1]
         for batch, table in zip(batches, tables, strict=True)
@@ -114,7 +128,7 @@ def by_row(batches: Batches, tables: list[Tensor]) -> dict[int, Tensor]:
 
 
 def check_others(folder: Path) -> None:
-    """Values of a critic and of a head on the policy's trunk, and scores of a reference and a teacher; updates."""
+    """Return values of a critic and of a head on the policy's trunk, and scores of a reference and a teacher; updates."""
     whole, shared = both(SAMPLES[rank() :: world_size()], 60)
     source = checks.model_folder(folder, "qwen2", True)
     found: list[list[Any]] = []
@@ -130,7 +144,9 @@ def check_others(folder: Path) -> None:
 
         gradients.append(applied(policy, batches, 1.0, loss=partial(loss_of_values, error)))
         reference = FrozenPolicy(ModelConfig(path=str(source)), config, checks.CPU)
-        teacher = FrozenPolicy(ModelConfig(path=str(checks.model_folder(folder, "gemma3", True))), config, checks.CPU)
+        teacher = FrozenPolicy(
+            ModelConfig(path=str(checks.model_folder(folder, "gemma3", True))), config, checks.CPU
+        )
         taught = teacher.score(batches, 1.0)
         student = checks.make_policy(source)
         gradients.append(applied(student, batches, 1.0, loss=partial(distance, iter(taught))))
@@ -139,20 +155,24 @@ def check_others(folder: Path) -> None:
             for one, other in zip(reference.score(batches, 1.0), taught, strict=True)
         ]
         found.append([values, by_row(batches, logprobs), *gradients])
-    for (row, one), (_, other) in zip(sorted(found[0][0].items()), sorted(found[1][0].items()), strict=True):
+    for (row, one), (_, other) in zip(
+        sorted(found[0][0].items()), sorted(found[1][0].items()), strict=True
+    ):
         torch.testing.assert_close(other, one, atol=1e-5, rtol=0)
         torch.testing.assert_close(found[1][1][row], found[0][1][row], atol=1e-5, rtol=0)
     for one, other in zip(found[0][2:], found[1][2:], strict=True):
         assert_close(other, one)
 
 
-def supervised(policy: FsdpPolicy, rows: list[sft.Transcript], config: TrainConfig, figures: list[Any]) -> None:
-    """A supervised step, whose figures it appends."""
+def supervised(
+    policy: FsdpPolicy, rows: list[sft.Transcript], config: TrainConfig, figures: list[Any]
+) -> None:
+    """Return a supervised step, whose figures it appends."""
     figures.append(sft.update(policy, rows, config, 0, 0))
 
 
 def check_sft(folder: Path) -> None:
-    """A supervised step on rows with common beginnings, which are dealt out as units."""
+    """Return a supervised step on rows with common beginnings, which are dealt out as units."""
     found = []
     for share in (False, True):
         batch = {"tokens_per_micro_batch": 80, "share_prefixes": share, "shared_tokens_min": LEAST}
@@ -165,12 +185,16 @@ def check_sft(folder: Path) -> None:
         found.append((gradients, figures[0].loss, policy.work))
     assert abs(found[1][1] - found[0][1]) <= 1e-6 * abs(found[0][1])
     assert_close(found[1][0], found[0][0])
-    logical = [all_reduce_sum({"tokens": float(work.tokens), "flops": work.flops}) for _, _, work in found]
-    assert logical[0]["tokens"] == logical[1]["tokens"] and logical[1]["flops"] < 0.9 * logical[0]["flops"]
+    logical = [
+        all_reduce_sum({"tokens": float(work.tokens), "flops": work.flops}) for _, _, work in found
+    ]
+    assert (
+        logical[0]["tokens"] == logical[1]["tokens"] and logical[1]["flops"] < 0.9 * logical[0]["flops"]
+    )
 
 
 def routed(form: RouteFormat, samples: list[Sample], differ: tuple[int, ...] = ()) -> list[Sample]:
-    """The samples with routes that depend on beginnings; those of the rows `differ` are others in one place."""
+    """Return the samples with routes that depend on beginnings; those of the rows `differ` are others in one place."""
     routed_samples = []
     for number, sample in enumerate(samples):
         sample = copy.copy(sample)
@@ -187,7 +211,7 @@ def routed(form: RouteFormat, samples: list[Sample], differ: tuple[int, ...] = (
 
 
 def check_mixture(folder: Path, ways: int = 1) -> None:
-    """A mixture with its own routes, and with recorded ones and a balance loss: gradients, loads and the loss."""
+    """Return a mixture with its own routes, and with recorded ones and a balance loss: gradients, loads and the loss."""
     source = checks.model_folder(folder, "qwen3_moe", False)
     form = checks.make_policy(source).routing.format  # type: ignore[union-attr]
     for given in (False, True, None):  # by the router, by the engine, and recorded in a pass before
@@ -219,7 +243,7 @@ def check_mixture(folder: Path, ways: int = 1) -> None:
 
 
 def check_differing_routes(folder: Path) -> None:
-    """A sibling with one other route shares the tokens before it, and no others."""
+    """Return a sibling with one other route shares the tokens before it, and no others."""
     source = checks.model_folder(folder, "qwen3_moe", False)
     form = checks.make_policy(source).routing.format  # type: ignore[union-attr]
     samples = routed(form, group(2, 20, [6]), differ=(1,))
@@ -235,7 +259,7 @@ def check_differing_routes(folder: Path) -> None:
 
 
 def two_ranks(models: str, results: str) -> None:
-    """Runs every check on two ranks, and writes the results to the file `results`."""
+    """Run every check on two ranks, and write the results to the file `results`."""
     init_process_group(60, "cpu")
     folder = Path(models)
     run: dict[str, Callable[[], None]] = {
@@ -254,7 +278,7 @@ def two_ranks(models: str, results: str) -> None:
 
 
 def check_part_without_targets(folder: Path) -> None:
-    """The first of two ranks has nothing but a part of the prompt."""
+    """Return the first of two ranks has nothing but a part of the prompt."""
     samples = group(2, 40, [5])
     source = checks.model_folder(folder, "qwen2", True)
     found = []

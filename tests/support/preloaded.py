@@ -1,4 +1,4 @@
-"""Forks the launcher and the ranks of runs from a process that has imported everything, for tests of what runs compute.
+"""Fork the launcher and the ranks of runs from a process that has imported everything, for tests of what runs compute.
 
 A rank imports for 10 s of CPU time, which would be most of a short run. Here a server has done it
 (`tests/support/forked.py`); the ranks of `launch.py` come from the same server.
@@ -45,7 +45,8 @@ MODULES = [
 
 _INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
-setproctitle.getproctitle()  # later it would not find the process's name: the environment will have changed
+# Later it would not find the process's name: the environment will have changed
+setproctitle.getproctitle()
 
 
 @contextmanager
@@ -77,7 +78,7 @@ class Launcher:
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Returns the exit code, or raises subprocess.TimeoutExpired."""
+        """Return the exit code, or raise subprocess.TimeoutExpired."""
         self._process.join(timeout)
         if (code := self._process.exitcode) is None:
             raise subprocess.TimeoutExpired("the launcher", timeout or 0.0)
@@ -102,7 +103,15 @@ class _Popen(subprocess.Popen[bytes]):
     """A Popen that forks launchers and ranks, and executes everything else."""
 
     def _execute_child(  # type: ignore[override]
-        self, args: Any, executable: Any, preexec_fn: Any, close: Any, keep: Any, cwd: Any, env: Any, *rest: Any
+        self,
+        args: Any,
+        executable: Any,
+        preexec_fn: Any,
+        close: Any,
+        keep: Any,
+        cwd: Any,
+        env: Any,
+        *rest: Any,
     ) -> None:
         begin = args.index("-m") + 1 if args[0] == sys.executable and "-m" in args else 0
         if not begin or args[begin] not in ("trainer", "trainer.launcher"):
@@ -112,7 +121,9 @@ class _Popen(subprocess.Popen[bytes]):
         # Python drops exceptions that a signal handler raises in its hooks after a fork. So the parent notes signals
         # here and raises them again afterwards; in the child they stay blocked until then.
         came = list[int]()
-        handlers = {n: signal.signal(n, lambda number, frame: came.append(number)) for n in _INTERRUPTIONS}
+        handlers = {
+            n: signal.signal(n, lambda number, frame: came.append(number)) for n in _INTERRUPTIONS
+        }
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTIONS)
         self.pid = os.fork()
         if not self.pid:
@@ -125,14 +136,18 @@ class _Popen(subprocess.Popen[bytes]):
         self._child_created = True
 
 
-def _be(args: list[str], environment: dict[str, str], preexec: Callable[[], None] | None = None) -> NoReturn:
-    """Continues as `python -m` with these arguments, in a session of its own."""
+def _be(
+    args: list[str], environment: dict[str, str], preexec: Callable[[], None] | None = None
+) -> NoReturn:
+    """Continue as `python -m` with these arguments, in a session of its own."""
     code: Any = 1
     try:
         gc.freeze()
         os.setsid()
         for number in _INTERRUPTIONS:
-            signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+            signal.signal(
+                number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler
+            )
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         if preexec:
             preexec()

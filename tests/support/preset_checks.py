@@ -1,4 +1,4 @@
-"""Trains every preset's learner in turn on two ranks with one engine each, started once; for test_presets.py."""
+"""Train every preset's learner in turn on two ranks with one engine each, started once; for test_presets.py."""
 
 import json
 from contextlib import ExitStack
@@ -29,22 +29,27 @@ SETTINGS = {"gspo": ["batch.updates_per_step=4"], "distill": ["algorithm.teacher
 
 
 def preset_config(recipe: str, preset: str) -> TrainConfig:
-    """Loads the recipe with a preset, and checks it."""
+    """Load the recipe with a preset, and check it."""
     ways = 2 if preset in SHARED else 1
-    settings = [f"algorithm.preset={preset}", f"policy.sequence_parallel={ways}", *SETTINGS.get(preset, [])]
+    settings = [
+        f"algorithm.preset={preset}",
+        f"policy.sequence_parallel={ways}",
+        *SETTINGS.get(preset, []),
+    ]
     config = load_config(Path(recipe), settings)
     check_config(config, "train")
     return config
 
 
 def train_presets(recipe: str, results: str) -> None:
-    """Writes each preset's metrics to `results`, with whether ranks agree, and how far weights have moved."""
+    """Write each preset's metrics to `results`, with whether ranks agree, and how far weights have moved."""
     processes.start_guardian()
     init_process_group(120, "cpu")
     reports: dict[str, dict[str, Any]] = {}
     with Watchdog(store(), rank(), world_size()) as watchdog, ExitStack() as resources:
         trainer = RLTrainer(preset_config(recipe, "dapo"), watchdog, resources)
-        assert trainer.learner.shortcuts is trainer.state.shortcuts  # so that checkpoints keep what it decides
+        # So that checkpoints keep what it decides
+        assert trainer.learner.shortcuts is trainer.state.shortcuts
         assert trainer.learner.sharing_required is False
         config, device = trainer.config, trainer.policy.device
         reference = FsdpPolicy(config.model, config.policy, device, trainable=False)
@@ -56,17 +61,22 @@ def train_presets(recipe: str, results: str) -> None:
     destroy_process_group()
 
 
-def train_preset(trainer: RLTrainer, config: TrainConfig, reference: FsdpPolicy, critic: Critic) -> dict[str, Any]:
-    """Trains a few steps as if the trainer had been built for `config`, from the weights that it has."""
+def train_preset(
+    trainer: RLTrainer, config: TrainConfig, reference: FsdpPolicy, critic: Critic
+) -> dict[str, Any]:
+    """Train a few steps as if the trainer had been built for `config`, from the weights that it has."""
     algorithm = config.algorithm
-    trainer.config, trainer.learner = config, Learner(
+    trainer.config, trainer.learner = (
         config,
-        trainer.policy,
-        reference if algorithm.kl_coef or algorithm.teacher else None,
-        trainer.tokenizer.pad_token_id,
-        trainer.rewards.weights,
-        critic if algorithm.advantage_record.takes("values") else None,
-    )  # fmt: skip
+        Learner(
+            config,
+            trainer.policy,
+            reference if algorithm.kl_coef or algorithm.teacher else None,
+            trainer.tokenizer.pad_token_id,
+            trainer.rewards.weights,
+            critic if algorithm.advantage_record.takes("values") else None,
+        ),
+    )
     trainer.source._config = config
     rows: list[dict[str, float]] = []
     trainer.log = lambda step, metrics: rows.append(metrics)  # type: ignore[method-assign]
@@ -83,20 +93,23 @@ def train_preset(trainer: RLTrainer, config: TrainConfig, reference: FsdpPolicy,
 
 
 def weights(model: Policy | Critic) -> list[Tensor]:
-    """Copies of this rank's part of the weights."""
+    """Copy of this rank's part of the weights."""
     return [p.detach().to_local().clone() for _, p in model.named_parameters()]
 
 
 def distance(before: list[Tensor], after: list[Tensor]) -> float:
-    """The largest change of any weight on this rank."""
-    return max(((a - b).abs().max().item() for a, b in zip(before, after, strict=True) if a.numel()), default=0.0)
+    """Return the largest change of any weight on this rank."""
+    return max(
+        ((a - b).abs().max().item() for a, b in zip(before, after, strict=True) if a.numel()),
+        default=0.0,
+    )
 
 
 def learned(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    """The rows without figures of time and memory."""
+    """Return the rows without figures of time and memory."""
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in rows]
 
 
 def finite(rows: list[dict[str, float]]) -> bool:
-    """Tells whether all metrics are finite."""
+    """Tell whether all metrics are finite."""
     return all(torch.isfinite(torch.tensor(value)) for row in rows for value in row.values())

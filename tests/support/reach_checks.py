@@ -1,4 +1,4 @@
-"""Compares vLLM's model on each rank after two syncs with one freshly loaded, for test_reach.py."""
+"""Compare vLLM's model on each rank after two syncs with one freshly loaded, for test_reach.py."""
 
 import gc
 import os
@@ -33,7 +33,7 @@ SPLIT = "qwen3_moe_untied"
 
 
 def on_ranks(models: str, results: str, *cases: str) -> None:
-    """Runs each case on all models, and writes the results to the file `results`.
+    """Run each case on all models, and write the results to the file `results`.
 
     A case such as "fsdp 2" or "zero3 1" is a backend of the policy and the engines' tensor-parallel size; "hsdp" is
     FSDP2 on pairs of ranks, and "experts" splits those of the model `SPLIT` over pairs. In "fsdp 2 lora", the models of
@@ -54,12 +54,17 @@ def on_ranks(models: str, results: str, *cases: str) -> None:
     for case in cases:
         backend, size, *adapted = case.split()
         for folder in sorted(Path(models).iterdir()):
-            if (adapted and folder.name not in ADAPTED) or (backend == "experts" and folder.name != SPLIT):
+            if (adapted and folder.name not in ADAPTED) or (
+                backend == "experts" and folder.name != SPLIT
+            ):
                 continue
             saved = Path(results).parent / f"saved {case} {folder.name}"
-            todo[f"{folder.name} {case}"] = partial(check_apart, folder, backend, int(size), saved, bool(adapted))
+            todo[f"{folder.name} {case}"] = partial(
+                check_apart, folder, backend, int(size), saved, bool(adapted)
+            )
     group = f"reach-{os.environ['MASTER_PORT']}"
-    os.environ["VLLM_DIST_IDENT"] = group  # names the workers' shared memory, which nobody else removes here
+    # Names the workers' shared memory, which nobody else removes here
+    os.environ["VLLM_DIST_IDENT"] = group
     try:
         checks._on_ranks(todo, results)
     finally:
@@ -68,7 +73,7 @@ def on_ranks(models: str, results: str, *cases: str) -> None:
 
 
 def check_apart(*arguments: Any) -> None:
-    """Runs `check_family` and removes vLLM's groups afterwards, since the next case may need others."""
+    """Run `check_family` and remove vLLM's groups afterwards, since the next case may need others."""
     from vllm.distributed import parallel_state
 
     try:
@@ -77,7 +82,9 @@ def check_apart(*arguments: Any) -> None:
         parallel_state.destroy_model_parallel()
 
 
-def check_family(folder: Path, backend: str, tensor_parallel_size: int, saved: Path, adapted: bool) -> None:
+def check_family(
+    folder: Path, backend: str, tensor_parallel_size: int, saved: Path, adapted: bool
+) -> None:
     """vLLM's model equals a fresh one after two syncs, and after a pull into weights that were wiped.
 
     The first sync records, the second replays; between them the policy's weights change, and it saves them.
@@ -118,7 +125,7 @@ def check_family(folder: Path, backend: str, tensor_parallel_size: int, saved: P
 
 
 def make_policy(folder: Path, backend: str, adapted: bool) -> Any:
-    """Loads a policy with this backend, with or without adapters."""
+    """Load a policy with this backend, with or without adapters."""
     if adapted:
         return lora_policy(folder, "zero 3" if backend == "zero3" else backend, ADAPTED[folder.name])
     if backend == "zero3":
@@ -128,10 +135,12 @@ def make_policy(folder: Path, backend: str, adapted: bool) -> Any:
 
 
 def change(source: ShardedSource) -> None:
-    """Changes every rank's part of every parameter, factors included; the factors B are 0 at first."""
+    """Change every rank's part of every parameter, factors included; the factors B are 0 at first."""
     for parameter in source.parameters():
         _, values = source.own_values(parameter.name)
-        values.add_(0.1 * parameter.name.startswith("B of ")).mul_(torch.empty_like(values).uniform_(0.5, 1.5))
+        values.add_(0.1 * parameter.name.startswith("B of ")).mul_(
+            torch.empty_like(values).uniform_(0.5, 1.5)
+        )
 
 
 def vllm_worker(folder: Path, tensor_parallel_size: int) -> Any:
@@ -150,9 +159,13 @@ def vllm_worker(folder: Path, tensor_parallel_size: int) -> Any:
         str(folder), 128, tensor_parallel_size=tensor_parallel_size, plain_cpu_weights=True, extra=here
     )
     config = EngineArgs(**engine_arguments(settings)).create_engine_config()
-    gc.freeze()  # vLLM collects garbage twice per model, which would visit everything that cases have left
+    # vLLM collects garbage twice per model, which would visit everything that cases have left
+    gc.freeze()
     # Ranks refuse to unpickle what vLLM sends between workers; in a run, a worker is a process of its own.
-    with patch("torch.distributed.distributed_c10d._unpickler", pickle.Unpickler), set_current_vllm_config(config):
+    with (
+        patch("torch.distributed.distributed_c10d._unpickler", pickle.Unpickler),
+        set_current_vllm_config(config),
+    ):
         parallel_state.init_distributed_environment(world_size(), rank(), "env://", rank(), "gloo")
         parallel_state.ensure_model_parallel_initialized(tensor_parallel_size, 1)
         model = get_model(vllm_config=config)

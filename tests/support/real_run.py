@@ -1,4 +1,4 @@
-"""Starts the real command under torchrun on a tiny model, watches and signals it, and looks for what it leaves."""
+"""Start the real command under torchrun on a tiny model, watches and signal it, and looks for what it leaves."""
 
 import contextlib
 import json
@@ -27,14 +27,19 @@ MACHINE_FIGURES = ("time/", "throughput/", "memory/")
 
 
 def write_recipe(folder: Path, model: Path, /, **overrides: dict[str, Any]) -> Path:
-    """Writes a recipe for a few steps on generated additions; `overrides` are merged into its sections."""
+    """Write a recipe for a few steps on generated additions; `overrides` are merged into its sections."""
     from scripts.examples.tasks.arithmetic import write_arithmetic
 
     write_arithmetic(folder / "data", eval_size=16, sft_size=8)
     rows = (folder / "data" / "train.jsonl").read_text().splitlines(keepends=True)
     (folder / "data" / "train.jsonl").write_text("".join(rows[:1024]))  # every rank reads every row
     recipe: dict[str, dict[str, Any]] = {
-        "run": {"output_dir": str(folder / "runs"), "steps": 4, "step_deadline_s": 120, "first_step_deadline_s": 240},
+        "run": {
+            "output_dir": str(folder / "runs"),
+            "steps": 4,
+            "step_deadline_s": 120,
+            "first_step_deadline_s": 240,
+        },
         "model": {"path": str(model)},
         "data": {
             "path": str(folder / "data" / "train.jsonl"),
@@ -48,7 +53,10 @@ def write_recipe(folder: Path, model: Path, /, **overrides: dict[str, Any]) -> P
         "algorithm": {"group_size": 4},
         "batch": {"prompts_per_step": 4, "tokens_per_micro_batch": 256, "shared_tokens_min": 2},
         # Random models are hardly ever right: a reward of characters gives every group something to learn.
-        "reward": {"functions": [{"name": f"{ROOT}/tests/support/digit_reward.py:many_digits"}], "workers": 1},
+        "reward": {
+            "functions": [{"name": f"{ROOT}/tests/support/digit_reward.py:many_digits"}],
+            "workers": 1,
+        },
         "tracking": {"wandb": "disabled"},
     }
     for section, values in overrides.items():
@@ -59,7 +67,7 @@ def write_recipe(folder: Path, model: Path, /, **overrides: dict[str, Any]) -> P
 
 
 def multimodal_sections(folder: Path, **sizes: Any) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """Makes a tiny multimodal model, and a recipe's sections for it: rows of 0, 1 and 2 images of different sizes.
+    """Make a tiny multimodal model, and a recipe's sections for it: rows of 0, 1 and 2 images of different sizes.
 
     `sizes` are arguments of `make_tiny_vlm`.
     """
@@ -72,7 +80,12 @@ def multimodal_sections(folder: Path, **sizes: Any) -> tuple[Path, dict[str, dic
     rows = [{"prompt": f"Count {n}: ", "image": images[n % 3]} for n in range(36)]
     for name, some in {"image_train": rows[:24], "image_eval": rows[24:30]}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
-    data = {"path": str(folder / "image_train.jsonl"), "image_key": "image", "max_images": 2, "max_prompt_tokens": 64}
+    data = {
+        "path": str(folder / "image_train.jsonl"),
+        "image_key": "image",
+        "max_images": 2,
+        "max_prompt_tokens": 64,
+    }
     sections: dict[str, dict[str, Any]] = {
         "data": data | {"answer_key": None},
         "eval": {"datasets": {"held_out": {"path": str(folder / "image_eval.jsonl")}}},
@@ -95,7 +108,7 @@ class Run:
         imports: Path | None = None,
         preloaded: bool = False,
     ) -> None:
-        """Starts the run.
+        """Start the run.
 
         Args:
             phases: a folder in which each rank keeps the name of its current phase.
@@ -117,10 +130,17 @@ class Run:
             "TORCH_COMPILE_DISABLE": "1",
             "OMP_NUM_THREADS": "1",
         }
-        changes = {"HOTBUNK_TEST_PHASES": phases, "HOTBUNK_TEST_STALE": stale, "HOTBUNK_TEST_IMPORTS": imports}
+        changes = {
+            "HOTBUNK_TEST_PHASES": phases,
+            "HOTBUNK_TEST_STALE": stale,
+            "HOTBUNK_TEST_IMPORTS": imports,
+        }
         for variable, value in changes.items():
             if value is not None:
-                paths = [str(ROOT / "tests/support/changing"), *filter(None, [os.environ.get("PYTHONPATH")])]
+                paths = [
+                    str(ROOT / "tests/support/changing"),
+                    *filter(None, [os.environ.get("PYTHONPATH")]),
+                ]
                 environment |= {variable: str(value), "PYTHONPATH": ":".join(paths)}
         options = [str(recipe), "--run.name", name, *arguments]
         if preloaded:
@@ -128,27 +148,38 @@ class Run:
             restarts = os.environ.get("RESTARTS")  # as `launch` reads it
             launch = ["trainer.run.supervisor", restarts] if restarts else ["trainer.launcher"]
             launch += ["--nproc-per-node", str(ranks), "-m", "trainer", "train", *options]
-            environment |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+            environment |= {
+                "PYTHONSAFEPATH": "1",
+                "PYTHONPATH": str(ROOT),
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+            }
             self.process: Any = Launcher(launch, environment, self.log)
             return
         command = ["bash", str(ROOT / "scripts/train.sh"), *options]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def output(self) -> str:
         return self.log.read_text()
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl so far."""
+        """Return the rows of metrics.jsonl so far."""
         file = self.folder / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def comparable_rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl without figures that differ from machine to machine."""
-        return [{k: v for k, v in row.items() if not k.startswith(MACHINE_FIGURES)} for row in self.rows()]
+        """Return the rows of metrics.jsonl without figures that differ from machine to machine."""
+        return [
+            {k: v for k, v in row.items() if not k.startswith(MACHINE_FIGURES)} for row in self.rows()
+        ]
 
     def wait_for(self, condition: Callable[[], Any], what: str, seconds: float = START_SECONDS) -> Any:
         """Polls until the condition returns a true value, and returns it; fails with the run's output."""
@@ -163,7 +194,7 @@ class Run:
         self.wait_for(lambda: len(self.rows()) >= count, f"row {count} of metrics.jsonl")
 
     def watch_listening(self) -> None:
-        """Records in `listened`, five times a second until the run ends, where its processes listen."""
+        """Record in `listened`, five times a second until the run ends, where its processes listen."""
         while self.process.poll() is None:
             saved = any((self.folder / "checkpoints").glob("step_*"))
             moment = "with a checkpoint" if saved else "steps" if self.rows() else "start-up"
@@ -173,20 +204,23 @@ class Run:
         assert self.listened, (self.process.returncode, self.output())
 
     def summary(self) -> list[str]:
-        """The launcher's last lines."""
+        """Return the launcher's last lines."""
         return summary(self.output())
 
     def wait(self, seconds: float = START_SECONDS) -> int:
-        """Waits for the end, and returns the exit code."""
+        """Wait for the end, and return the exit code."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.kill_everything()
-            raise AssertionError(f"the run did not end within {seconds:.0f} s:\n{self.output()}") from None
+            raise AssertionError(
+                f"the run did not end within {seconds:.0f} s:\n{self.output()}"
+            ) from None
 
     def processes(self, name: str = "") -> list[psutil.Process]:
         """Living processes of the run whose command line contains `name`."""
-        living, number = [], str(int(self.mark, 16))  # the mark as `digit_reward.LeavesProcesses` writes it
+        # The mark as `digit_reward.LeavesProcesses` writes it
+        living, number = [], str(int(self.mark, 16))
         for process in psutil.process_iter():
             try:
                 line = " ".join(process.cmdline())
@@ -200,7 +234,7 @@ class Run:
         return living
 
     def ranks(self) -> list[psutil.Process]:
-        """The ranks, in order."""
+        """Return the ranks, in order."""
         ranks: dict[int, psutil.Process] = {}
         for guardian in self.processes("guardian.py"):
             with contextlib.suppress(psutil.NoSuchProcess, IndexError):
@@ -211,15 +245,15 @@ class Run:
         return [ranks[number] for number in sorted(ranks)]
 
     def guardians(self) -> list[psutil.Process]:
-        """The ranks' guardians, inner and outer."""
+        """Return the ranks' guardians, inner and outer."""
         return self.processes("guardian.py")
 
     def engines(self) -> list[psutil.Process]:
-        """The engine cores, once they have set their process name."""
+        """Return the engine cores, once they have set their process name."""
         return self.processes("VLLM::EngineCore")
 
     def reward_workers(self) -> list[psutil.Process]:
-        """The processes that call reward functions, and their watchers; their groups are in a rank's session."""
+        """Return the processes that call reward functions, and their watchers; their groups are in a rank's session."""
         workers = []
         for process in self.processes("spawn_main"):
             with contextlib.suppress(ProcessLookupError):
@@ -228,7 +262,7 @@ class Run:
         return workers
 
     def left_behind(self) -> list[str]:
-        """Lists what is left of a run that has ended: processes, shared memory, private folders."""
+        """List what is left of a run that has ended: processes, shared memory, private folders."""
         self.note_private_folders()
         files = shared_memory.left_since(self._before) | {f for f in self._private if f.exists()}
         return [str(process) for process in self.processes()] + [str(file) for file in files]
@@ -237,7 +271,9 @@ class Run:
         """Remembers the ranks' private folders, which are on their guardians' command lines."""
         for guardian in self.processes("guardian.py"):
             with contextlib.suppress(psutil.NoSuchProcess):
-                self._private |= {Path(word) for word in guardian.cmdline() if Path(word).name.startswith("hotbunk-")}
+                self._private |= {
+                    Path(word) for word in guardian.cmdline() if Path(word).name.startswith("hotbunk-")
+                }
 
     def assert_gone(self) -> None:
         """Within 20 s from now, nothing of the run is left."""
@@ -247,7 +283,7 @@ class Run:
             time.sleep(0.1)
 
     def kill_everything(self) -> None:
-        """Kills all processes of the run."""
+        """Kill all processes of the run."""
         for process in self.processes():
             try:
                 process.send_signal(signal.SIGKILL)
@@ -256,15 +292,17 @@ class Run:
 
 
 def summary(output: str) -> list[str]:
-    """The launcher's lines, if they are the last on the screen; guardians' lines look alike, and come before."""
+    """Return the launcher's lines, if they are the last on the screen; guardians' lines look alike, and come before."""
     lines = output.splitlines()
-    begin = max((i for i, line in enumerate(lines) if line.startswith("[hotbunk] the run ")), default=len(lines))
+    begin = max(
+        (i for i, line in enumerate(lines) if line.startswith("[hotbunk] the run ")), default=len(lines)
+    )
     alike = all(line.startswith("[hotbunk] ") for line in lines[begin:])
     return [line.removeprefix("[hotbunk] ") for line in lines[begin:]] if alike else []
 
 
 def listening(pids: set[int]) -> dict[int, set[str]]:
-    """The addresses at which processes listen by TCP, found by comparing their descriptors with the kernel's tables."""
+    """Return the addresses at which processes listen by TCP, found by comparing their descriptors with the kernel's tables."""
     owners: dict[str, int] = {}
     for pid in sorted(pids):  # until it execs, a child has its parent's descriptors
         with contextlib.suppress(OSError):  # the process has ended
@@ -278,17 +316,21 @@ def listening(pids: set[int]) -> dict[int, set[str]]:
             owner = owners.get(f"socket:[{fields[9]}]")
             if fields[3] == "0A" and owner is not None:  # LISTEN
                 words = [int(fields[1][i : i + 8], 16) for i in range(0, length, 8)]
-                addresses.setdefault(owner, set()).add(socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)))
+                addresses.setdefault(owner, set()).add(
+                    socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))
+                )
     return addresses
 
 
 def differences(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> list[str]:
-    """Lists where two metrics files differ, bit for bit."""
+    """List where two metrics files differ, bit for bit."""
     lines = [f"{len(first)} and {len(second)} rows"] if len(first) != len(second) else []
     for one, two in zip(first, second, strict=False):
         step = one["train/step"]
         lines += [
-            f"step {step} {k}: {one.get(k)} {two.get(k)}" for k in one.keys() | two.keys() if one.get(k) != two.get(k)
+            f"step {step} {k}: {one.get(k)} {two.get(k)}"
+            for k in one.keys() | two.keys()
+            if one.get(k) != two.get(k)
         ]
     return lines
 

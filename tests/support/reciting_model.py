@@ -8,19 +8,23 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from trainer.commands.tiny_model import EOS, PAD, make_tiny_model, make_tokenizer
 
-_STRENGTH = 2.0  # of a prescribed step; its logit is 11 times as large, the length of 128 numbers after the last norm
+# Of a prescribed step; its logit is 11 times as large, the length of 128 numbers after the last
+# norm
+_STRENGTH = 2.0
 
 
 def base_tokenizer() -> PreTrainedTokenizerFast:
-    """Makes the tiny tokenizer as base models have it: the end of a turn, <|im_end|>, is not its EOS token."""
+    """Make the tiny tokenizer as base models have it: the end of a turn, <|im_end|>, is not its EOS token."""
     tokenizer = make_tokenizer()
     tokenizer.eos_token = PAD
     assert tokenizer.convert_tokens_to_ids(EOS) != tokenizer.eos_token_id
     return tokenizer
 
 
-def make_reciting_model(folder: Path, tokenizer: PreTrainedTokenizerFast, following: Mapping[str, str]) -> Path:
-    """Writes a model in which one of the tokens in the text `following[token]` comes after `token`, each as likely."""
+def make_reciting_model(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, following: Mapping[str, str]
+) -> Path:
+    """Write a model in which one of the tokens in the text `following[token]` comes after `token`, each as likely."""
     make_tiny_model(folder, tokenizer=tokenizer, tied=False, layers=1, intermediate_size=128)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():

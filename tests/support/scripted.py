@@ -21,13 +21,22 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 END = 1
-MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("<", "/"), ("c", "t"), ("i", "o"), ("n", ">")]
+MERGES = [
+    ("h", "e"),
+    ("l", "l"),
+    ("he", "ll"),
+    ("hell", "o"),
+    ("<", "/"),
+    ("c", "t"),
+    ("i", "o"),
+    ("n", ">"),
+]
 Answers = Callable[[list[int], int], "Awaitable[list[int]] | list[int]"]
 """A function from a prompt's ids and seed to the ids that are sampled."""
 
 
 def merging_tokenizer(pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes and a few merges: `hello` is one token, or two, or five. Ids 0 and 1 are pad and end."""
+    """Return a tokenizer of bytes and a few merges: `hello` is one token, or two, or five. Ids 0 and 1 are pad and end."""
     special = ["<|pad|>", "<|end|>", "<|start|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = special + alphabet + ["".join(pair) for pair in MERGES]
@@ -69,9 +78,15 @@ class ScriptedEngine:
         self._answers = answers
 
     async def complete(
-        self, prompt_ids: list[int], sampling: SamplingSettings, *, seed: int, policy_version: int, **_: Any
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingSettings,
+        *,
+        seed: int,
+        policy_version: int,
+        **_: Any,
     ) -> Generation:
-        """Records the request, and returns the scripted answer, cut at `max_tokens`."""
+        """Record the request, and return the scripted answer, cut at `max_tokens`."""
         assert len(prompt_ids) < self.settings.max_model_len
         self.prompts.append(prompt_ids)
         self.sampling.append(sampling)
@@ -89,8 +104,10 @@ def settings(group: int = 1, max_tokens: int = 1000) -> RolloutSettings:
     return RolloutSettings(group, SamplingSettings(max_tokens), policy_version=0, seed=1, step=2)
 
 
-def handle(engine: ScriptedEngine, tokenizer: Any, prompt_ids: Sequence[int] = (5, 6), **fields: Any) -> PolicyLLM:
-    """The handle of one trajectory."""
+def handle(
+    engine: ScriptedEngine, tokenizer: Any, prompt_ids: Sequence[int] = (5, 6), **fields: Any
+) -> PolicyLLM:
+    """Return the handle of one trajectory."""
     return PolicyLLM(engine, tokenizer, settings(), 0, 0, list(prompt_ids), **fields)  # type: ignore[arg-type]
 
 
@@ -102,7 +119,7 @@ def run(
     group: int = 1,
     **episodes: Any,
 ) -> list[Trajectory]:
-    """Runs a rollout; the trajectories are in the order in which they finish."""
+    """Run a rollout; the trajectories are in the order in which they finish."""
     waiting = list(range(len(prompts)))
 
     async def score(trajectory: Trajectory) -> None:
@@ -120,7 +137,9 @@ def run(
 
 
 def spelled(tokenizer: Any, text: str, end: bool = True) -> list[int]:
-    """Encodes text one token a byte, as no tokenizer would; with the end token by default."""
+    """Encode text one token a byte, as no tokenizer would; with the end token by default."""
     vocabulary = tokenizer.get_vocab()
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[
+        0
+    ][0]
     return [vocabulary[letter] for letter in letters] + [END] * end

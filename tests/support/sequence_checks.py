@@ -28,7 +28,7 @@ BUDGETS = (20, 33, 10_000)  # the longest sequence has 30 tokens
 
 
 def sharing(ways: int, check: Callable[[], None]) -> Callable[[], None]:
-    """Wraps a check so that it runs with groups of `ways` ranks."""
+    """Wrap a check so that it runs with groups of `ways` ranks."""
 
     def run() -> None:
         checks.ways = ways
@@ -41,12 +41,13 @@ def sharing(ways: int, check: Callable[[], None]) -> Callable[[], None]:
 
 
 def check_scores(folder: Path, kind: str, tied: bool) -> None:
-    """Log-probabilities and entropies of whole sequences are, on every rank, those of the same packs on one rank."""
+    """Return log-probabilities and entropies of whole sequences are, on every rank, those of the same packs on one rank."""
     policy = checks.make_policy(checks.model_folder(folder, kind, tied))
     samples = checks.own_samples(checks.make_samples())
     for budget in BUDGETS:
         shared, alone = (
-            micro_batches(samples, budget, 0, checks.CPU, packing=True, ways=ways) for ways in (checks.ways, 1)
+            micro_batches(samples, budget, 0, checks.CPU, packing=True, ways=ways)
+            for ways in (checks.ways, 1)
         )
         for batch, one in zip(shared, alone, strict=True):
             check_cut(batch, one)
@@ -59,17 +60,25 @@ def check_scores(folder: Path, kind: str, tied: bool) -> None:
 
 def check_cut(batch: MicroBatch, one: MicroBatch) -> None:
     """Lengths, masks and rows are those of a micro-batch of one rank; input and targets are this rank's part."""
-    assert (batch.lengths, batch.rows) == (one.lengths, one.rows) and torch.equal(batch.loss_mask, one.loss_mask)
+    assert (batch.lengths, batch.rows) == (one.lengths, one.rows) and torch.equal(
+        batch.loss_mask, one.loss_mask
+    )
     assert batch.layout.pack is not None and one.layout.pack is not None
     assert sum(batch.layout.pack.parts) == max(checks.ways, len(one.layout.pack.tokens))
     assert len(batch.layout.pack.tokens) == batch.layout.pack.parts[rank() % checks.ways]
     assert len(batch.layout.targets) < len(one.layout.targets) or len(one.layout.targets) < 2
 
 
-def check_update(folder: Path, kind: str, tied: bool, budget: int, name: str = "token_mean", **settings: str) -> None:
+def check_update(
+    folder: Path, kind: str, tied: bool, budget: int, name: str = "token_mean", **settings: str
+) -> None:
     """Loss, norm, figures and gradients of an update are those of plain Transformers in one process."""
     source, samples = checks.model_folder(folder, kind, tied), checks.make_samples()
-    policy, batches, stats = checks.make_policy(source, **settings), checks.own_batches(samples, budget), []
+    policy, batches, stats = (
+        checks.make_policy(source, **settings),
+        checks.own_batches(samples, budget),
+        [],
+    )
     loss = checks.make_loss(batches, name)
     got = critic_checks.captured_gradients(
         policy, lambda: stats.append(policy.update(batches, loss, checks.TEMPERATURE))
@@ -83,18 +92,28 @@ def check_update(folder: Path, kind: str, tied: bool, budget: int, name: str = "
     assert distance <= 1e-6 * norm
     assert stats[0].grad_norm == pytest.approx(norm, rel=1e-6)
     plain = checks.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    assert stats[0].loss == pytest.approx(checks.plain_loss(plain, samples, name).item(), rel=1e-6, abs=1e-6)
+    assert stats[0].loss == pytest.approx(
+        checks.plain_loss(plain, samples, name).item(), rel=1e-6, abs=1e-6
+    )
     assert stats[0].sums["tokens"] == sum(sum(s.loss_mask[1:]) for s in samples)
-    assert policy.work.tokens == sum(b.layout.pack.parts[rank() % checks.ways] for b in batches if b.layout.pack)
+    assert policy.work.tokens == sum(
+        b.layout.pack.parts[rank() % checks.ways] for b in batches if b.layout.pack
+    )
 
 
 def check_routes(folder: Path) -> None:
-    """A rank applies the given routes of its own tokens, and each token counts once among the experts' loads."""
+    """Return a rank applies the given routes of its own tokens, and each token counts once among the experts' loads."""
     policy = checks.make_policy(checks.model_folder(folder, "qwen3_moe", False))
     assert policy.routing is not None
-    format, generator, samples = policy.routing.format, torch.Generator().manual_seed(4), checks.make_samples()
+    format, generator, samples = (
+        policy.routing.format,
+        torch.Generator().manual_seed(4),
+        checks.make_samples(),
+    )
     for sample in samples:
-        scores = torch.rand(len(sample.input_ids) - 1, len(format.layers), format.experts, generator=generator)
+        scores = torch.rand(
+            len(sample.input_ids) - 1, len(format.layers), format.experts, generator=generator
+        )
         sample.routes = scores.topk(format.top_k).indices.to(format.dtype)
     scored = []
     for ways in (1, checks.ways):
@@ -141,7 +160,7 @@ def check_idle_ranks(folder: Path) -> None:
 
 
 def check_goes_on_alone(folder: Path) -> None:
-    """A checkpoint of ranks that share continues on ranks that do not, with the same second update."""
+    """Return a checkpoint of ranks that share continues on ranks that do not, with the same second update."""
     source, ways = checks.model_folder(folder), checks.ways
 
     def step(policy: FsdpPolicy) -> float:
@@ -162,19 +181,25 @@ def check_goes_on_alone(folder: Path) -> None:
 
 
 def transcripts(samples: list[Sample]) -> list[sft.Transcript]:
-    """The samples as rows of supervised fine-tuning."""
+    """Return the samples as rows of supervised fine-tuning."""
     return [sft.Transcript(**vars(sample)) for sample in samples]
 
 
 def check_sft(folder: Path) -> None:
-    """A supervised step, and the held-out loss, are those of ranks that share nothing."""
+    """Return a supervised step, and the held-out loss, are those of ranks that share nothing."""
     source, results = checks.model_folder(folder), []
     for ways in (1, checks.ways):
-        sections = {"model": {"path": str(source)}, "data": {"path": "d"}, "policy": {"sequence_parallel": ways}}
+        sections = {
+            "model": {"path": str(source)},
+            "data": {"path": "d"},
+            "policy": {"sequence_parallel": ways},
+        }
         config = TrainConfig.model_validate(sections | {"batch": {"tokens_per_micro_batch": 33}})
         policy = checks.make_policy(source, eps=1e-3)
         meter = SimpleNamespace(phase=lambda name: nullcontext())
-        run = SimpleNamespace(config=config, policy=policy, tokenizer=SimpleNamespace(pad_token_id=0), meter=meter)
+        run = SimpleNamespace(
+            config=config, policy=policy, tokenizer=SimpleNamespace(pad_token_id=0), meter=meter
+        )
         run.held_out = {"held_out": transcripts(checks.make_samples([5, 9, 4]))}
         held_out = sft.SftRun.evaluate(run)["eval/loss"]  # type: ignore[arg-type]
         stats = sft.update(policy, transcripts(checks.make_samples()), config, 0, 0)
@@ -186,13 +211,15 @@ def check_sft(folder: Path) -> None:
 
 
 def two_ranks(models: str, results: str) -> None:
-    """Runs every check on two ranks, and writes the results to the file `results`."""
+    """Run every check on two ranks, and write the results to the file `results`."""
     init_process_group(60, "cpu")
     folder = Path(models)
     run: dict[str, Callable[[], None]] = {}
     for kind, tied in checks.KINDS:
         run[f"scores {kind} {tied}"] = lambda k=kind, t=tied: check_scores(folder, k, t)
-        run[f"update {kind} {tied}"] = lambda k=kind, t=tied: check_update(folder, k, t, 33, "sequence_mean")
+        run[f"update {kind} {tied}"] = lambda k=kind, t=tied: check_update(
+            folder, k, t, 33, "sequence_mean"
+        )
     for budget in BUDGETS:
         run[f"update {budget}"] = lambda b=budget: check_update(folder, "qwen2", True, b)
     for layers in ("every_second", "full"):
@@ -206,20 +233,24 @@ def two_ranks(models: str, results: str) -> None:
     run["alone again"] = lambda: check_goes_on_alone(folder)
     run["sft"] = lambda: check_sft(folder)
     for stage in deepspeed_checks.STAGES:
-        run[f"zero {stage}"] = lambda s=stage: deepspeed_checks.check_three_steps(folder, s, "qwen2", True)
+        run[f"zero {stage}"] = lambda s=stage: deepspeed_checks.check_three_steps(
+            folder, s, "qwen2", True
+        )
     for backend in ("fsdp", "zero 3"):
         run[f"lora {backend}"] = lambda b=backend: lora_checks.check_steps(folder, b)
     checks._on_ranks({name: _collected(sharing(2, check)) for name, check in run.items()}, results)
 
 
 def four_ranks(models: str, results: str) -> None:
-    """Runs the checks of larger groups on four ranks, and writes the results to the file `results`."""
+    """Run the checks of larger groups on four ranks, and write the results to the file `results`."""
     init_process_group(60, "cpu")
     folder = Path(models)
     run: dict[str, Callable[[], None]] = {}
     for ways in (2, 4):
         for kind, tied in (("qwen2", True), ("gemma3", True)):
-            run[f"update {kind} {ways}"] = sharing(ways, lambda k=kind, t=tied: check_update(folder, k, t, 20))
+            run[f"update {kind} {ways}"] = sharing(
+                ways, lambda k=kind, t=tied: check_update(folder, k, t, 20)
+            )
         run[f"idle {ways}"] = sharing(ways, lambda: check_idle_ranks(folder))
     run["scores 4"] = sharing(4, lambda: check_scores(folder, "qwen3", True))
     run["replicas"] = sharing(2, lambda: check_update(folder, "qwen3", True, 33, shard_size=2))

@@ -1,4 +1,4 @@
-"""Samples with common beginnings: groups of answers, and trees of turns."""
+"""Sample with common beginnings: groups of answers, and trees of turns."""
 
 import random
 
@@ -9,7 +9,7 @@ LEAST = 3  # tokens in common that are shared
 
 
 def make_sample(prompt: list[int], answer: list[int]) -> Sample:
-    """A sample whose answer is trained, except every fourth token."""
+    """Return a sample whose answer is trained, except every fourth token."""
     mask = [0] * len(prompt) + [int(place % 4 != 3) for place in range(len(answer))]
     return Sample([*prompt, *answer], mask, [-4.0 * bit for bit in mask])
 
@@ -17,7 +17,7 @@ def make_sample(prompt: list[int], answer: list[int]) -> Sample:
 def group(
     size: int, prompt_length: int, lengths: list[int], seed: int = 0, prompt: list[int] | None = None
 ) -> list[Sample]:
-    """`size` answers to a prompt, of these lengths in turn."""
+    """Return `size` answers to a prompt, of these lengths in turn."""
     draw = random.Random(seed)
     prompt = prompt or [draw.randrange(VOCABULARY) for _ in range(prompt_length)]
     sizes = [lengths[number % len(lengths)] for number in range(size)]

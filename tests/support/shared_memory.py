@@ -1,4 +1,4 @@
-"""Finds files in /dev/shm that have been left behind, apart from those of tests that run at the same time."""
+"""Find files in /dev/shm that have been left behind, apart from those of tests that run at the same time."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ OF_TESTS = ("sem.pytest-", "pytest_", *(["psm_"] if "PYTEST_XDIST_WORKER" in os.
 
 
 def files() -> set[Path]:
-    """The files in /dev/shm that are not of pytest's own processes."""
+    """Return the files in /dev/shm that are not of pytest's own processes."""
     return {file for file in FOLDER.iterdir() if not file.name.startswith(OF_TESTS)}
 
 

@@ -1,4 +1,4 @@
-"""Updates large models on tensors without data, as the first of any number of simulated ranks.
+"""Update large models on tensors without data, as the first of any number of simulated ranks.
 
 PYTHONPATH=. python tests/support/simulated_ranks.py          # the whole grid, in two minutes: planned against tracked
 PYTHONPATH=. python tests/support/simulated_ranks.py 7b,8,4   # one: model, ranks, and a number of layers
@@ -34,13 +34,34 @@ GIB = 2**30
 DEVICE_GIB = 80.0
 LENGTH, PROMPT = 1024, 512  # tokens of a sequence, and of its prompt, which is not trained
 MODELS: dict[str, dict[str, Any]] = {  # as in the config.json of Qwen2.5
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
-    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
-    "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
-            "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
-}  # fmt: skip
+    "1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "32b": {
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+}
 
 
 class WithoutData(FsdpPolicy):
@@ -53,14 +74,18 @@ class WithoutData(FsdpPolicy):
         for parameter in self.model.parameters():
             local = torch.empty(parameter.to_local().shape, dtype=parameter.dtype)
             mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
-            sharded = DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+            sharded = DTensor.from_local(
+                local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+            )
             parameters[id(parameter)] = nn.Parameter(sharded)
         names = self.model.named_parameters(remove_duplicate=False)
-        self.model.load_state_dict({name: parameters[id(parameter)] for name, parameter in names}, assign=True)
+        self.model.load_state_dict(
+            {name: parameters[id(parameter)] for name, parameter in names}, assign=True
+        )
 
 
 def model_folder(root: Path, name: str, layers: int | None = None) -> Path:
-    """Makes a folder with the config.json of one of MODELS or of `released_models`, and no weights."""
+    """Make a folder with the config.json of one of MODELS or of `released_models`, and no weights."""
     folder, changes = root / f"{name}-{layers}", {} if layers is None else {"num_hidden_layers": layers}
     if name in CONFIGS:
         return write_config(name, folder, **changes)
@@ -69,7 +94,7 @@ def model_folder(root: Path, name: str, layers: int | None = None) -> Path:
 
 
 def recipe(model: Path, tokens: int = 16384, **policy: Any) -> TrainConfig:
-    """A recipe with micro-batches of `tokens` tokens, planned for a CUDA device."""
+    """Return a recipe with micro-batches of `tokens` tokens, planned for a CUDA device."""
     return TrainConfig.model_validate(
         {
             "run": {"device": "cuda"},
@@ -85,7 +110,7 @@ def recipe(model: Path, tokens: int = 16384, **policy: Any) -> TrainConfig:
 
 @contextmanager
 def ranks_without_others(count: int) -> Iterator[None]:
-    """Makes this process the first of `count` ranks, whose collectives do nothing."""
+    """Make this process the first of `count` ranks, whose collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         yield
@@ -94,7 +119,7 @@ def ranks_without_others(count: int) -> Iterator[None]:
 
 
 def same_message(message: Any, peer: int, group: Any) -> Any:
-    """Replaces `sharding.ranks._swap`: the other rank sends the same message."""
+    """Replace `sharding.ranks._swap`: the other rank sends the same message."""
     return message
 
 
@@ -109,7 +134,7 @@ def as_on_cuda(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Ten
 
 
 def tracked_peak(config: TrainConfig, ranks: int) -> int:
-    """The peak bytes of an update of two micro-batches on the first rank, without their inputs.
+    """Return the peak bytes of an update of two micro-batches on the first rank, without their inputs.
 
     The optimizer's step is left out: the fused one works in place, but its stand-in for fake tensors copies.
     """
@@ -117,7 +142,9 @@ def tracked_peak(config: TrainConfig, ranks: int) -> int:
     parts = [config.batch.tokens_per_micro_batch // ways] * ways
     elements = logprobs.cuda_block_elements(int(DEVICE_GIB * GIB))
 
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **_: Any) -> Any:
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **_: Any
+    ) -> Any:
         if ways == 1:
             return as_on_cuda(query, key, value, scaling), None
         shared = sequence.heads_for_tokens(parts, query, key, value)
@@ -127,7 +154,8 @@ def tracked_peak(config: TrainConfig, ranks: int) -> int:
         ranks_without_others(ranks),
         mock.patch.object(logprobs, "CPU_ELEMENTS", elements),
         mock.patch.object(routing.Routing, "_count"),  # fake tensors have no loads
-        mock.patch.object(logprobs, "_add_product", lambda total, left, right: total.add_(0)),  # in place, as on CUDA
+        # In place, as on CUDA
+        mock.patch.object(logprobs, "_add_product", lambda total, left, right: total.add_(0)),
     ):
         AttentionInterface.register(attention.NAME, attend)
         policy = WithoutData(config.model, config.policy, torch.device("cpu"))
@@ -146,7 +174,9 @@ def _update(policy: WithoutData, tokens: int) -> int:
 
     def forward() -> Tensor:
         hidden = model.base_model(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state[0]
-        targets_logprobs: Tensor = model.get_output_embeddings()(hidden.index_select(0, places), targets, 1.0)[0]
+        targets_logprobs: Tensor = model.get_output_embeddings()(
+            hidden.index_select(0, places), targets, 1.0
+        )[0]
         return targets_logprobs
 
     module.forward = forward
@@ -161,7 +191,7 @@ def _update(policy: WithoutData, tokens: int) -> int:
 
 
 def planned_peak(config: TrainConfig, ranks: int) -> int:
-    """The plan's bytes for the same update: everything that training needs for the policy."""
+    """Return the plan's bytes for the same update: everything that training needs for the policy."""
     parts = trainer_parts(config, model_sizes(config, config.model.path), ranks, DEVICE_GIB)
     return int(sum(part.training for part in parts if part.name != "CUDA and NCCL"))
 
@@ -173,17 +203,27 @@ def compare(specs: list[str]) -> list[dict[str, Any]]:
         for spec in specs:
             name, ranks, layers, checkpointing, tokens, ways = [*spec.split(","), *[""] * 4][:6]
             folder = model_folder(Path(root), name, int(layers) if layers else None)
-            policy = {"activation_checkpointing": checkpointing or "full", "sequence_parallel": int(ways or 1)}
+            policy = {
+                "activation_checkpointing": checkpointing or "full",
+                "sequence_parallel": int(ways or 1),
+            }
             config = recipe(folder, int(tokens or 16384), **policy)
-            row = {"planned": planned_peak(config, int(ranks)), "tracked": tracked_peak(config, int(ranks))}
+            row = {
+                "planned": planned_peak(config, int(ranks)),
+                "tracked": tracked_peak(config, int(ranks)),
+            }
             rows.append({"spec": spec, **row})
-            print(f"{spec:>20} {row['planned'] / GIB:9.2f} {row['tracked'] / GIB:9.2f} GiB"
-                  f" {row['planned'] / row['tracked'] - 1:+7.1%}", file=sys.stderr, flush=True)  # fmt: skip
+            print(
+                f"{spec:>20} {row['planned'] / GIB:9.2f} {row['tracked'] / GIB:9.2f} GiB"
+                f" {row['planned'] / row['tracked'] - 1:+7.1%}",
+                file=sys.stderr,
+                flush=True,
+            )
     return rows
 
 
 def check_all_traffic(ranks: int) -> None:
-    """The plan for this number of ranks counts the collectives that are really called."""
+    """Return the plan for this number of ranks counts the collectives that are really called."""
     alike = mock.patch("sharding.ranks._swap", same_message)
     with tempfile.TemporaryDirectory() as folder, ranks_without_others(ranks), alike:
         for tied in (True, False):

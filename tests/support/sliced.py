@@ -1,4 +1,4 @@
-"""Runs episodes whose answers grow slice by slice on an engine's loop, driven from the test's thread."""
+"""Run episodes whose answers grow slice by slice on an engine's loop, driven from the test's thread."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,11 +28,11 @@ class Episodes(Generic[T]):
         self.thread.run(self._end(), 60, "the end of episodes")
 
     def one_slice(self, version: int = 0) -> int:
-        """Opens the gate until all episodes are over or parked; returns the number of parked ones."""
+        """Open the gate until all episodes are over or parked; return the number of parked ones."""
         return self.thread.run(self._one_slice(version), 120, "a slice")
 
     def results(self, version: int = 0) -> list[T]:
-        """Opens the gate until all episodes are over; returns their results."""
+        """Open the gate until all episodes are over; return their results."""
         while self.one_slice(version):
             pass
         return [task.result() for task in self._tasks]

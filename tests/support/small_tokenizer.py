@@ -13,10 +13,12 @@ TEMPLATE = (
 
 
 def small_tokenizer(chat_template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes: ids 0 to 2 are pad, bos and eos, and the 256 bytes follow."""
+    """Return a tokenizer of bytes: ids 0 to 2 are pad, bos and eos, and the 256 bytes follow."""
     special = ["<pad>", "<s>", "</s>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE(vocab={token: index for index, token in enumerate(special + alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        BPE(vocab={token: index for index, token in enumerate(special + alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special)

@@ -11,7 +11,8 @@ from ctypes import byref, c_char, c_int, c_size_t, c_uint64, c_void_p
 from typing import Any
 
 driver, cuda, nvml = (
-    ctypes.CDLL(f"{sys.argv[1]}/{name}") for name in ("libcuda.so.1", "libcudart.so.13", "libnvidia-ml.so.1")
+    ctypes.CDLL(f"{sys.argv[1]}/{name}")
+    for name in ("libcuda.so.1", "libcudart.so.13", "libnvidia-ml.so.1")
 )
 GRAIN = 2 << 20
 
@@ -25,10 +26,22 @@ class Handle(ctypes.Structure):
 class Properties(ctypes.Structure):
     """CUmemAllocationProp: pinned memory of device `id`."""
 
-    _fields_ = (("type", c_int), ("handles", c_int), ("kind", c_int), ("id", c_int), ("rest", c_uint64 * 2))
+    _fields_ = (
+        ("type", c_int),
+        ("handles", c_int),
+        ("kind", c_int),
+        ("id", c_int),
+        ("rest", c_uint64 * 2),
+    )
 
 
-for name in ("cudaFree", "cudaIpcCloseMemHandle", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaEventQuery"):
+for name in (
+    "cudaFree",
+    "cudaIpcCloseMemHandle",
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cudaEventQuery",
+):
     getattr(cuda, name).argtypes = [c_void_p]
 cuda.cudaMemcpyAsync.argtypes = [c_void_p, c_void_p, c_size_t, c_int, c_void_p]
 cuda.cudaMemcpy.argtypes = [c_void_p, c_void_p, c_size_t, c_int]
@@ -54,7 +67,7 @@ def check(error: int) -> None:
 
 
 def made(function: Any, kind: type[Any], *arguments: Any) -> int:
-    """Calls a function that writes its result to its first argument, and returns the result."""
+    """Call a function that writes its result to its first argument, and return the result."""
     result = kind()
     check(function(byref(result), *arguments))
     return result.value or 0
@@ -95,8 +108,10 @@ def open_event(text: str) -> int:
 
 
 def create(size: int, device: int = 0) -> int:
-    """Allocates memory without an address, by the driver's virtual memory management."""
-    return made(driver.cuMemCreate, c_uint64, c_size_t(size), byref(Properties(1, 1, 1, device)), c_uint64())
+    """Allocate memory without an address, by the driver's virtual memory management."""
+    return made(
+        driver.cuMemCreate, c_uint64, c_size_t(size), byref(Properties(1, 1, 1, device)), c_uint64()
+    )
 
 
 def reserve(size: int) -> int:
@@ -116,7 +131,7 @@ def mem_get_info() -> tuple[int, int]:
 
 
 def nvml_used(index: int = 0) -> int:
-    """Bytes that all processes use, by NVML."""
+    """Return bytes that all processes use, by NVML."""
     device, memory = c_void_p(), (c_uint64 * 3)()
     check(nvml.nvmlDeviceGetHandleByIndex_v2(index, byref(device)))
     check(nvml.nvmlDeviceGetMemoryInfo(device, memory))

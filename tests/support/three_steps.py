@@ -1,4 +1,4 @@
-"""Compares three optimizer steps of any policy with three in plain Transformers and torch, in one process."""
+"""Compare three optimizer steps of any policy with three in plain Transformers and torch, in one process."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,8 +17,13 @@ from trainer.types import Sample
 # Every part of a step has an effect: warm-up, schedule, decay, and a norm that the gradient exceeds. AdamW divides by
 # epsilon, which is large so that a rounding error in a gradient (a key's bias has no other) stays small in the weights.
 SETTINGS: dict[str, Any] = {
-    "max_grad_norm": 2.0, "weight_decay": 0.1, "warmup_steps": 2, "schedule": "linear", "lr": 1e-3, "eps": 1e-3
-}  # fmt: skip
+    "max_grad_norm": 2.0,
+    "weight_decay": 0.1,
+    "warmup_steps": 2,
+    "schedule": "linear",
+    "lr": 1e-3,
+    "eps": 1e-3,
+}
 PLACES = [0, 1, 2.6]  # positions in the run, which ends one update after warm-up
 RATES = [1e-3 / 3, 2e-3 / 3, 0.4e-3]
 
@@ -37,7 +42,9 @@ class Step:
 
 def plain_adamw(named: dict[str, Any]) -> list[torch.optim.Optimizer]:
     """AdamW with SETTINGS; biases and norms do not decay."""
-    decayed, others = ([p for p in named.values() if (p.dim() > 1) == matrix] for matrix in (True, False))
+    decayed, others = (
+        [p for p in named.values() if (p.dim() > 1) == matrix] for matrix in (True, False)
+    )
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     options = {"betas": (0.9, 0.99), "eps": SETTINGS["eps"], "weight_decay": SETTINGS["weight_decay"]}
     return [torch.optim.AdamW(groups, **options)]
@@ -48,7 +55,7 @@ def plain_steps(
     samples: list[Sample],
     make: Callable[[dict[str, Any]], list[torch.optim.Optimizer]] = plain_adamw,
 ) -> Iterator[Step]:
-    """The textbook steps with the optimizers that `make` makes, on the loss of `policy_checks.make_loss`."""
+    """Yield the textbook steps with the optimizers that `make` makes, on the loss of `policy_checks.make_loss`."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     optimizers = make(dict(model.named_parameters()))
     for rate, place in zip(RATES, PLACES, strict=True):
@@ -72,7 +79,7 @@ def check_steps(
     expected: list[Step],
     slack: float = 1.0,
 ) -> None:
-    """The policy's next steps are the expected ones, on all ranks together, to `slack` times float32 rounding.
+    """Return the policy's next steps are the expected ones, on all ranks together, to `slack` times float32 rounding.
 
     Args:
         gradient: returns a parameter's whole gradient, once backward is over.
@@ -84,19 +91,30 @@ def check_steps(
         got: dict[str, Tensor] = {}
         stats = update_and_look(policy, batches, gradient, step.place, got)
         assert stats.loss == pytest.approx(step.loss, rel=2e-5 * slack, abs=1e-6 * slack)
-        assert stats.grad_norm == pytest.approx(step.norm, rel=2e-5 * slack) and step.norm > SETTINGS["max_grad_norm"]
+        assert (
+            stats.grad_norm == pytest.approx(step.norm, rel=2e-5 * slack)
+            and step.norm > SETTINGS["max_grad_norm"]
+        )
         assert stats.learning_rate == pytest.approx(step.rate) and not stats.skipped
         checks.assert_gradients_equal(got, step.gradients, tolerance=1e-5 * slack)
         for name, weight in masters(policy).items():
             torch.testing.assert_close(
-                weight, step.weights[name], atol=2e-6 * slack, rtol=1e-5 * slack, msg=lambda m, n=name: f"{n}: {m}"
+                weight,
+                step.weights[name],
+                atol=2e-6 * slack,
+                rtol=1e-5 * slack,
+                msg=lambda m, n=name: f"{n}: {m}",
             )
 
 
 def update_and_look(
-    policy: Any, batches: list[Any], gradient: Callable[[Any], Tensor | None], place: float, got: dict[str, Tensor]
+    policy: Any,
+    batches: list[Any],
+    gradient: Callable[[Any], Tensor | None],
+    place: float,
+    got: dict[str, Tensor],
 ) -> UpdateStats:
-    """Makes an update, and puts its whole gradients, before clipping, into `got`."""
+    """Make an update, and put its whole gradients, before clipping, into `got`."""
     apply = policy._step
 
     def look_and_apply(*arguments: Any) -> UpdateStats:
@@ -111,5 +129,5 @@ def update_and_look(
 
 
 def fsdp_gradient(parameter: Any) -> Tensor | None:
-    """The whole gradient of a sharded parameter."""
+    """Return the whole gradient of a sharded parameter."""
     return None if parameter.grad is None else parameter.grad.full_tensor()

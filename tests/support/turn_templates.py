@@ -25,7 +25,7 @@ class ChatTemplate:
     words: tuple[str, ...] = ()
 
     def tokenizer(self, eos: str | None = None) -> PreTrainedTokenizerFast:
-        """Makes a tokenizer of bytes with this template. With `eos`, that is the EOS token, as base models have one."""
+        """Make a tokenizer of bytes with this template. With `eos`, that is the EOS token, as base models have one."""
         special = [*self.marks, *([eos] if eos else [])]
         added = list(dict.fromkeys([*special, *self.words]))
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -160,7 +160,15 @@ MISTRAL = ChatTemplate(
     {%- endif %}
 {%- endfor %}
 """,
-    marks=("</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    marks=(
+        "</s>",
+        "<s>",
+        "[INST]",
+        "[/INST]",
+        "[TOOL_CALLS]",
+        "[AVAILABLE_TOOLS]",
+        "[/AVAILABLE_TOOLS]",
+    ),
     end="</s>",
     call_end="</s>",
 )

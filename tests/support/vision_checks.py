@@ -28,11 +28,13 @@ CASES = ["fsdp packed", "fsdp padded", "fsdp recomputed", "fsdp frozen", "zero3 
 CASES += ["fsdp shared", "zero3 shared", "packed critic", "shared critic"]
 KINDS = ["qwen2_5_vl", "llava", "qwen3_vl"]
 # Qwen3-VL's layers take image features as well, which matters only where ranks share a sequence.
-RUNS = [(kind, case) for kind, case in product(KINDS, CASES) if kind != "qwen3_vl" or case == "fsdp shared"]
+RUNS = [
+    (kind, case) for kind, case in product(KINDS, CASES) if kind != "qwen3_vl" or case == "fsdp shared"
+]
 
 
 def add_head(folder: Path) -> None:
-    """Makes a reward model from the model in `folder`, beside it."""
+    """Make a reward model from the model in `folder`, beside it."""
     shutil.copytree(folder, target := folder.with_name(f"{folder.name}_reward"))
     weights = load_file(target / "model.safetensors")
     weights["score.weight"] = torch.randn(1, 64, generator=torch.Generator().manual_seed(4))
@@ -48,7 +50,9 @@ def make_batches(samples: list[Sample], way: str) -> list[MicroBatch]:
     batches = micro_batches(samples, 20, 0, checks.CPU, packing=True, ways=2)
     packs = [(batch.layout.pack, batch) for batch in batches if batch.layout.pack and batch.images]
     assert len(packs) < len(batches)  # some have no image
-    ends = [(p.parts[0], sum(p.lengths[: i.row]) + i.start, i.length) for p, b in packs for i in b.images]
+    ends = [
+        (p.parts[0], sum(p.lengths[: i.row]) + i.start, i.length) for p, b in packs for i in b.images
+    ]
     assert {(end > start) + (end >= start + size) for end, start, size in ends} == {
         0,
         1,
@@ -58,7 +62,7 @@ def make_batches(samples: list[Sample], way: str) -> list[MicroBatch]:
 
 
 def own_rows(samples: list[Sample]) -> list[Sample]:
-    """This rank's rows: rank 0 has all images, in two of three micro-batches; rank 1 has none."""
+    """Return this rank's rows: rank 0 has all images, in two of three micro-batches; rank 1 has none."""
     return [sample for sample in samples if bool(sample.images) == (rank() == 0)]
 
 
@@ -89,12 +93,14 @@ def check_gradients(folder: Path, case: str) -> None:
 
 
 def check_critic(folder: Path, way: str) -> None:
-    """Values and gradients of a critic with a trunk of its own are those of a plain model with a linear head."""
+    """Return values and gradients of a critic with a trunk of its own are those of a plain model with a linear head."""
     processor = ImageProcessor(str(folder))
     samples, critic = make_rows(processor), critic_checks.make_critic(folder)
     plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     head = nn.Parameter(load_file(folder / "model.safetensors")["score.weight"])
-    expected = [plain_forward(plain, processor, row).hidden_states[-1][0, :-1] @ head[0] for row in samples]
+    expected = [
+        plain_forward(plain, processor, row).hidden_states[-1][0, :-1] @ head[0] for row in samples
+    ]
     masks = [torch.tensor(row.loss_mask[1:]).bool() for row in samples]
     mine = [n for n, row in enumerate(samples) if way == "shared" or bool(row.images) == (rank() == 0)]
     batches = make_batches(samples, way)
@@ -102,15 +108,25 @@ def check_critic(folder: Path, way: str) -> None:
         for row, number in enumerate(mine[index] for index in batch.rows):
             wanted = expected[number].detach() * masks[number]
             torch.testing.assert_close(values[row, : len(wanted)], wanted, atol=2e-5, rtol=1e-5)
-    got = critic_checks.captured_gradients(critic, lambda: critic.update(batches, critic_checks.squared_error(batches)))
-    errors = [(value[mask] - critic_checks.GOAL) ** 2 for value, mask in zip(expected, masks, strict=True)]
+    got = critic_checks.captured_gradients(
+        critic, lambda: critic.update(batches, critic_checks.squared_error(batches))
+    )
+    errors = [
+        (value[mask] - critic_checks.GOAL) ** 2 for value, mask in zip(expected, masks, strict=True)
+    ]
     torch.cat(errors).mean().backward()
-    named = {name: p.grad for name, p in [*plain.named_parameters(), ("score.weight", head)] if p.grad is not None}
-    checks.assert_gradients_equal({name: value for name, value in got.items() if name in named or value.any()}, named)
+    named = {
+        name: p.grad
+        for name, p in [*plain.named_parameters(), ("score.weight", head)]
+        if p.grad is not None
+    }
+    checks.assert_gradients_equal(
+        {name: value for name, value in got.items() if name in named or value.any()}, named
+    )
 
 
 def two_ranks(models: str, results: str) -> None:
-    """Runs every check on two ranks, and writes the results to the file `results`."""
+    """Run every check on two ranks, and write the results to the file `results`."""
     init_process_group(60, "cpu")
     todo: dict[str, Callable[[], None]] = {}
     for kind, case in RUNS:

@@ -1,4 +1,4 @@
-"""Counts the operations that make the host wait for the device, by the function that calls them."""
+"""Count the operations that make the host wait for the device, by the function that calls them."""
 
 import sys
 from collections import Counter
@@ -13,9 +13,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[2]
 WAITING = {
-    "_local_scalar_dense", "_unique2", "equal", "is_nonzero", "item", "masked_scatter_backward", "masked_select",
-    "nonzero", "repeat_interleave", "unique", "unique_consecutive", "unique_dim",
-}  # fmt: skip
+    "_local_scalar_dense",
+    "_unique2",
+    "equal",
+    "is_nonzero",
+    "item",
+    "masked_scatter_backward",
+    "masked_select",
+    "nonzero",
+    "repeat_interleave",
+    "unique",
+    "unique_consecutive",
+    "unique_dim",
+}
 """Operations whose result, or its size, the host needs."""
 
 
@@ -73,21 +83,29 @@ class _Reads(TorchFunctionMode):
 
 
 def waits(name: str, args: Any, kwargs: Any, result: Any) -> bool:
-    """Tells whether an operation makes the host wait."""
+    """Tell whether an operation makes the host wait."""
     if name in ("index", "index_put", "index_put_"):
         by = [index for index in args[1] if index is not None]
-        return any(index.dtype in (torch.bool, torch.uint8) or index.device != args[0].device for index in by)
+        return any(
+            index.dtype in (torch.bool, torch.uint8) or index.device != args[0].device for index in by
+        )
     if name in ("_to_copy", "copy_"):
         places = {tensor.device.type for tensor in (*args, result) if isinstance(tensor, Tensor)}
-        return len(places) > 1 and not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
+        return len(places) > 1 and not (
+            kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,))
+        )
     return name in WAITING
 
 
 def asked_by() -> str:
-    """`file:function` of the innermost frame in the project's own packages."""
+    """Return `file:function` of the innermost frame in the project's own packages."""
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
         path = Path(frame.f_code.co_filename)
-        if ROOT in path.parents and path.relative_to(ROOT).parts[0] in ("trainer", "sharding", "generation"):
+        if ROOT in path.parents and path.relative_to(ROOT).parts[0] in (
+            "trainer",
+            "sharding",
+            "generation",
+        ):
             return f"{path.relative_to(ROOT)}:{frame.f_code.co_name}"
     return "nobody of ours"

@@ -1,4 +1,4 @@
-"""Reads W&B's own files without W&B's service."""
+"""Read W&B's own files without W&B's service."""
 
 import struct
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ _BLOCK, _WHOLE, _LAST = 32768, 1, 4
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
-    """Yields the records (`wandb_internal_pb2.Record`) of a `.wandb` file: LevelDB's log after a header of 7 bytes."""
+    """Yield the records (`wandb_internal_pb2.Record`) of a `.wandb` file: LevelDB's log after a header of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     log, at, data = file.read_bytes(), 7, b""

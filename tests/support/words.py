@@ -1,4 +1,4 @@
-"""Finds words that stop a reader: docstrings that open in the middle of a thought, variables that are not nouns, twins.
+"""Find words that stop a reader: docstrings that open in the middle of a thought, variables that are not nouns, twins.
 
 `python -m tests.support.words [FOLDER …]` prints them, and tests/unit/test_words.py limits their number.
 CONTRIBUTING.md has the rules.
@@ -18,7 +18,7 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def parse(folders: tuple[str, ...]) -> Iterator[tuple[str, ast.Module]]:
-    """Yields the path from the root and the syntax tree of each Python file in `folders`."""
+    """Yield the path from the root and the syntax tree of each Python file in `folders`."""
     for folder in folders:
         start = ROOT / folder
         for file in [start] if start.is_file() else sorted(start.rglob("*.py")):
@@ -26,7 +26,7 @@ def parse(folders: tuple[str, ...]) -> Iterator[tuple[str, ast.Module]]:
 
 
 def fragments(folders: tuple[str, ...] = PRODUCT) -> list[str]:
-    """Lists the docstrings that open with one of `FRAGMENTS`, as `path:line: first line`."""
+    """List the docstrings that open with one of `FRAGMENTS`, as `path:line: first line`."""
     lines = []
     for path, tree in parse(folders):
         for node in ast.walk(tree):
@@ -38,7 +38,7 @@ def fragments(folders: tuple[str, ...] = PRODUCT) -> list[str]:
 
 
 def determiners(folders: tuple[str, ...] = PRODUCT) -> list[str]:
-    """Lists where a variable or parameter named by one of `DETERMINERS` is bound, as `path:line: name`."""
+    """List where a variable or parameter named by one of `DETERMINERS` is bound, as `path:line: name`."""
     lines = []
     for path, tree in parse(folders):
         for node in ast.walk(tree):
@@ -50,11 +50,13 @@ def determiners(folders: tuple[str, ...] = PRODUCT) -> list[str]:
 
 
 def twins(folders: tuple[str, ...] = PRODUCT) -> list[str]:
-    """Lists the names of classes and of type aliases that stand in two files, as `name: path, path`."""
+    """List the names of classes and of type aliases that stand in two files, as `name: path, path`."""
     files = defaultdict(list)
     for path, tree in parse(folders):
         for node in tree.body:
-            alias = isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Subscript | ast.BinOp)
+            alias = isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(
+                node.value, ast.Subscript | ast.BinOp
+            )
             if isinstance(node, ast.ClassDef):
                 files[node.name].append(path)
             elif alias:
@@ -63,11 +65,13 @@ def twins(folders: tuple[str, ...] = PRODUCT) -> list[str]:
                 for name in names:
                     if name[:1].isupper() and not name.isupper():  # `Rows = list[Row]`, not a constant
                         files[name].append(path)
-    return [f"{name}: {', '.join(paths)}" for name, paths in sorted(files.items()) if len(set(paths)) > 1]
+    return [
+        f"{name}: {', '.join(paths)}" for name, paths in sorted(files.items()) if len(set(paths)) > 1
+    ]
 
 
 def undocumented(folders: tuple[str, ...] = PRODUCT) -> list[str]:
-    """Lists public classes, functions and methods (of more than three statements) that have no docstring."""
+    """List public classes, functions and methods (of more than three statements) that have no docstring."""
     lines = []
     for path, tree in parse(folders):
         places = list(tree.body)
@@ -75,7 +79,11 @@ def undocumented(folders: tuple[str, ...] = PRODUCT) -> list[str]:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places += node.body
         for node in places:
-            if isinstance(node, DEFINITIONS) and not node.name.startswith("_") and not ast.get_docstring(node):
+            if (
+                isinstance(node, DEFINITIONS)
+                and not node.name.startswith("_")
+                and not ast.get_docstring(node)
+            ):
                 long = isinstance(node, ast.ClassDef) or len(node.body) > 3
                 overload = any("overload" in ast.unparse(decorator) for decorator in node.decorator_list)
                 if long and not overload:

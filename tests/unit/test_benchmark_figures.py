@@ -14,7 +14,9 @@ def cycles(memory: list[int]) -> list[shift.Cycle]:
 
 
 def test_a_leak_is_growth_a_cycle_and_not_memory_kept_once() -> None:
-    assert shift.growth(cycles([100 + 7 * number for number in range(11)]), "engine on") == pytest.approx(7)
+    assert shift.growth(
+        cycles([100 + 7 * number for number in range(11)]), "engine on"
+    ) == pytest.approx(7)
     assert shift.growth(cycles([0, 900, 1000, 1000, 1000, 1000, 1000, 1000]), "engine on") == 0
     assert shift.growth(cycles([5, 6, 7]), "engine on") == 0  # too few to say
 
@@ -22,7 +24,9 @@ def test_a_leak_is_growth_a_cycle_and_not_memory_kept_once() -> None:
 def test_actions_take_turns_and_the_first_round_does_not_count() -> None:
     called: list[str] = []
     times = common.in_turns(
-        {name: lambda name=name: called.append(name) for name in "ab"}, rounds=2, device=torch.device("cpu")
+        {name: lambda name=name: called.append(name) for name in "ab"},
+        rounds=2,
+        device=torch.device("cpu"),
     )
     assert called == ["a", "b"] * 3
     assert {name: len(values) for name, values in times.items()} == {"a": 2, "b": 2}
@@ -32,7 +36,9 @@ def test_a_copy_in_pieces_copies_every_byte(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(common, "COPIED_AT_ONCE", 100)
     copied: list[int] = []
     original = torch.Tensor.copy_
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: copied.append(len(other)) or original(self, other))
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda self, other: copied.append(len(other)) or original(self, other)
+    )
     common.plain_copy(250, torch.device("cpu"))()
     assert copied == [100, 100, 50]
 
@@ -41,7 +47,10 @@ def test_ways_are_drawn_over_the_bytes_they_moved(tmp_path: Path) -> None:
     import weight_sync
 
     sizes = [
-        {"nbytes": nbytes, "ways": {name: {"seconds": [nbytes / 1e9]} for name in ("memcpy", "sync", "TRL")}}
+        {
+            "nbytes": nbytes,
+            "ways": {name: {"seconds": [nbytes / 1e9]} for name in ("memcpy", "sync", "TRL")},
+        }
         for nbytes in (10**6, 10**8)
     ]
     weight_sync.plot(sizes, tmp_path / "growth.png")

@@ -23,15 +23,22 @@ from trainer import cli
 from trainer.config.recipe import known_keys
 from trainer.config.schema import TrainConfig
 
-BLOCK = re.compile(r"(?:^<!-- not run by the tests: (.+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"(?:^<!-- not run by the tests: (.+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 COMMAND = re.compile(r"^(\$ |bash |\.venv/bin/|python |hotbunk \w+ )", re.MULTILINE)
 
 
 def blocks(language: str) -> list[Any]:
-    """Returns (page, reason not to run it, code) for each block of the language on all pages."""
-    matches = [(page.name, *match.groups()) for page in PAGES for match in BLOCK.finditer(page.read_text())]
+    """Return (page, reason not to run it, code) for each block of the language on all pages."""
+    matches = [
+        (page.name, *match.groups()) for page in PAGES for match in BLOCK.finditer(page.read_text())
+    ]
     kept = [(page, reason, code) for page, reason, kind, code in matches if kind == language]
-    return [pytest.param(reason, code, id=f"{page}-{place}") for place, (page, reason, code) in enumerate(kept)]
+    return [
+        pytest.param(reason, code, id=f"{page}-{place}")
+        for place, (page, reason, code) in enumerate(kept)
+    ]
 
 
 @pages
@@ -72,7 +79,12 @@ def test_python_blocks_of_the_pages_run(reason: str, code: str, monkeypatch: pyt
         engine = ScriptedEngine(lambda ids, seed: [40, 41, END])
         (done,) = run(engine, space["second_thought"], [[5, 6]], merging_tokenizer())
         assert (done.error, done.turns, done.reward, done.metrics["looks"]) == ("", 3, 1.0, 3.0)
-        assert sum(done.loss_mask) == 9 and done.prompt_ids + done.response_ids == [*engine.prompts[-1], 40, 41, END]
+        assert sum(done.loss_mask) == 9 and done.prompt_ids + done.response_ids == [
+            *engine.prompts[-1],
+            40,
+            41,
+            END,
+        ]
     if "brief" in space:
         assert space["brief"]("It is 42", answer="42", limit=4) == 0.9
 
@@ -96,12 +108,14 @@ def test_commands_are_known_and_say_why_they_are_not_run(reason: str, code: str)
 @pytest.mark.parametrize(("kind", "name"), [(Conversation, "chat"), (PolicyLLM, "llm")])
 def test_all_methods_of_conversations_are_on_their_page(kind: type, name: str) -> None:
     text = (ROOT / "docs" / "rollouts.md").read_text()
-    public = [method for method in dir(kind) if not method.startswith("_") and callable(getattr(kind, method))]
+    public = [
+        method for method in dir(kind) if not method.startswith("_") and callable(getattr(kind, method))
+    ]
     assert [method for method in public if f"{name}.{method}(" not in text] == []
 
 
 def check(words: list[str]) -> None:
-    """Checks that the script of a command exists, and that it takes the arguments.
+    """Check that the script of a command exists, and that it takes the arguments.
 
     Variables before it, a container and a debugger around it are left out.
     """

@@ -16,7 +16,9 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = "trainer|generation|sharding|scripts|tests|docs"
 SECTIONS = "|".join(TrainConfig.model_fields)
 KEYS = {
-    f"{section}.{key}" for section, field in TrainConfig.model_fields.items() for key in field.annotation.model_fields
+    f"{section}.{key}"
+    for section, field in TrainConfig.model_fields.items()
+    for key in field.annotation.model_fields
 }
 MISTAKES = {"policy.learning_rate", "sampling.top_p"}  # quoted from the sentences that refuse them
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -25,7 +27,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def anchors(page: Path) -> set[str]:
-    """Returns a page's anchors as GitHub makes them from headings: lower case, no punctuation, hyphens for spaces."""
+    """Return a page's anchors as GitHub makes them from headings: lower case, no punctuation, hyphens for spaces."""
     seen, slugs = Counter[str](), set()
     for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
@@ -35,7 +37,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def missing(page: Path, target: str) -> str:
-    """Returns the target if it does not resolve from the page, else nothing."""
+    """Return the target if it does not resolve from the page, else nothing."""
     name, _, anchor = target.partition("#")
     file = (page.parent / name).resolve() if name else page
     present = file.exists() and (not anchor or anchor in anchors(file))
@@ -46,13 +48,17 @@ def missing(page: Path, target: str) -> str:
 def test_every_internal_link_and_its_anchor_resolve(page: Path) -> None:
     """Links keep up with headings that are renamed and pages that are moved."""
     targets = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text()))
-    assert not [lost for target in targets if not target.startswith("http") and (lost := missing(page, target))]
+    assert not [
+        lost for target in targets if not target.startswith("http") and (lost := missing(page, target))
+    ]
 
 
 @pages
 def test_every_path_into_the_repository_exists(page: Path) -> None:
     """Paths of sources, scripts, recipes and tests exist, in prose and in commands."""
-    paths = re.findall(rf"(?<![\w./])((?:{FOLDERS})/[\w./-]*\w/?)", re.sub(r"https?://\S+", "", page.read_text()))
+    paths = re.findall(
+        rf"(?<![\w./])((?:{FOLDERS})/[\w./-]*\w/?)", re.sub(r"https?://\S+", "", page.read_text())
+    )
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
@@ -79,7 +85,9 @@ def test_every_command_and_its_flags_exist(page: Path, capsys: pytest.CaptureFix
         return capsys.readouterr().out
 
     commands = set(re.findall(r"^    (\w+) ", help_of(), re.MULTILINE))
-    for command, rest in re.findall(r"(?:`|bin/|python -m )(?:hotbunk|trainer) ([a-z]+)\b([^`\n#]*)", page.read_text()):
+    for command, rest in re.findall(
+        r"(?:`|bin/|python -m )(?:hotbunk|trainer) ([a-z]+)\b([^`\n#]*)", page.read_text()
+    ):
         assert command in commands
         flags = [flag for flag in re.findall(r"--([\w-]+)(?![\w.-])", rest) if flag != "resume"]
         assert not [flag for flag in flags if f"--{flag}" not in help_of(command)]
@@ -96,12 +104,12 @@ def test_every_page_that_a_source_names_exists() -> None:
 
 @pages
 def test_every_test_that_a_page_names_exists(page: Path) -> None:
-    """Names of tests exist, by which `-k` finds them."""
+    """Name of tests exist, by which `-k` finds them."""
     named = set(re.findall(r"`(test_\w+)`", page.read_text()))
     tests = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
     assert not sorted(named - set(re.findall(r"def (test_\w+)\(", tests)))
 
 
 def test_the_readme_is_two_screens() -> None:
-    """The README has at most 1200 words; longer explanations belong on pages in docs/."""
+    """Return the README has at most 1200 words; longer explanations belong on pages in docs/."""
     assert len((ROOT / "README.md").read_text().split()) <= 1200

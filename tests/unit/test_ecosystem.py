@@ -18,7 +18,8 @@ FIRST = ([1, 2], [3, 4])
     ("requests", "begun"),
     [
         ([FIRST, ([1, 2, 3, 4, 5], [6]), ([1, 2, 3, 4, 5, 6, 7], [8])], 1),
-        ([FIRST, ([1, 2], [3, 5]), ([1, 2, 3, 5, 9], [6]), ([1, 2, 3, 4, 9], [6])], 2),  # two samples of a prompt
+        # Two samples of a prompt
+        ([FIRST, ([1, 2], [3, 5]), ([1, 2, 3, 5, 9], [6]), ([1, 2, 3, 4, 9], [6])], 2),
         ([FIRST, ([1, 2, 3, 9, 5], [6])], 2),  # the last id of the answer has changed
         ([FIRST, ([1, 2, 3], [6])], 2),  # the answer was cut
         ([FIRST, ([7, 1, 2, 3, 4], [6])], 2),
@@ -32,7 +33,8 @@ def test_tokens_sampled_beyond_a_stop_string_may_be_missing() -> None:
     end = trial.END_OF_TURN
     requests = [([1, 7], [3, 4, 5]), ([1, 7, 3, end, 9], [6])]
     assert [trial.beginnings(requests, beyond) for beyond in (0, 1, 2, 9)] == [2, 2, 1, 1]
-    assert trial.beginnings([([1, 7], [3, 4]), ([1, 7, end, 9], [6])], 9) == 2  # nothing of the answer is there
+    # Nothing of the answer is there
+    assert trial.beginnings([([1, 7], [3, 4]), ([1, 7, end, 9], [6])], 9) == 2
     # Another answer in its place may happen to begin alike.
     assert trial.beginnings([([1, 7], [3, 4, 5]), ([1, 7, 3, 8, end, 9], [6])], 9) == 2
 
@@ -48,5 +50,7 @@ def test_the_recipe_of_each_trial_is_valid(name: str, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(json.dumps(trial.recipe(tmp_path, name, trial.TRIALS[name])))
     problems = find_problems(load_config(tmp_path / "r.yaml", []), "train", {})
     assert [
-        problem for problem in problems if not problem.startswith(("model.path", "data.path", "rollout.mcp is set"))
+        problem
+        for problem in problems
+        if not problem.startswith(("model.path", "data.path", "rollout.mcp is set"))
     ] == []

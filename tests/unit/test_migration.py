@@ -34,7 +34,7 @@ def test_every_key_in_the_last_column_exists_here() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[-1].strip()[:60] for row in ROWS])
 def test_a_key_of_another_trainer_is_answered_by_its_row(row: list[str], tmp_path: Path) -> None:
-    """Sets each key on the left in a recipe, by an override; as an option, where it is one of OpenRLHF."""
+    """Set each key on the left in a recipe, by an override; as an option, where it is one of OpenRLHF."""
     *foreign, ours = row
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("{}")
@@ -43,7 +43,11 @@ def test_a_key_of_another_trainer_is_answered_by_its_row(row: list[str], tmp_pat
             continue
         with pytest.raises(UserError) as refused:
             load_config(recipe, [f"{key}=1"])
-        (line,) = [line for line in str(refused.value).splitlines() if line.startswith(f"{key} is not a known key; ")]
+        (line,) = [
+            line
+            for line in str(refused.value).splitlines()
+            if line.startswith(f"{key} is not a known key; ")
+        ]
         assert ours.strip().replace("`", "") in line
         if "." not in key:
             with pytest.raises(UserError) as refused:
@@ -53,4 +57,6 @@ def test_a_key_of_another_trainer_is_answered_by_its_row(row: list[str], tmp_pat
 
 def test_the_script_sets_keys_that_trl_has() -> None:
     (script,) = re.findall(r"GRPOConfig\(\n(.*?)^\)", PAGE, re.MULTILINE | re.DOTALL)
-    assert set(re.findall(r"^    (\w+)=", script, re.MULTILINE)) <= {f.name for f in dataclasses.fields(GRPOConfig)}
+    assert set(re.findall(r"^    (\w+)=", script, re.MULTILINE)) <= {
+        f.name for f in dataclasses.fields(GRPOConfig)
+    }

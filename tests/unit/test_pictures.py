@@ -8,7 +8,9 @@ from tests.conftest import ROOT
 
 def test_all_pictures_are_drawn_from_the_records_and_are_small(tmp_path: Path) -> None:
     pictures.draw(tmp_path)
-    drawn, kept = ({file.name for file in folder.glob("*.svg")} for folder in (tmp_path, pictures.FOLDER))
+    drawn, kept = (
+        {file.name for file in folder.glob("*.svg")} for folder in (tmp_path, pictures.FOLDER)
+    )
     assert drawn == kept
     assert all(file.stat().st_size < 100_000 for file in pictures.FOLDER.iterdir())
 

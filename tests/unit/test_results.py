@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 
 
 def sums(count: int) -> Iterator[str]:
-    """Draws sums and differences."""
+    """Draw sums and differences."""
     rng = random.Random(0)
     for _ in range(count):
         terms = [str(rng.randint(1, 9)) for _ in range(rng.randint(2, 12))]
@@ -34,7 +34,9 @@ def test_sums_are_worked_out_line_by_line() -> None:
         assert [*task.chain_sum(expression, True)][-1] == str(eval(expression.replace("-", "+")))
 
 
-@pytest.mark.parametrize("equation", ["x + 5 = 12", "x - 5 = 7", "x - 9 = -5", "5 - x = 3", "3 - x = -4"])
+@pytest.mark.parametrize(
+    "equation", ["x + 5 = 12", "x - 5 = 7", "x - 9 = -5", "5 - x = 3", "3 - x = -4"]
+)
 def test_equations_are_solved(equation: str) -> None:
     *_, value = task.simple_equations(equation, False)
     left, right = equation.split(" = ")
@@ -54,16 +56,24 @@ def test_divisors_are_those_of_the_library() -> None:
 
 def test_a_solution_ends_with_its_answer() -> None:
     entry = {"metadata": {"source_dataset": "gcd", "numbers": [8, 12]}}
-    assert task.solution({"entry": json.dumps(entry)}, False) == "12 = 1 * 8 + 4\n8 = 2 * 4 + 0\n<answer>4</answer>"
+    assert (
+        task.solution({"entry": json.dumps(entry)}, False)
+        == "12 = 1 * 8 + 4\n8 = 2 * 4 + 0\n<answer>4</answer>"
+    )
 
 
-@pytest.mark.parametrize(("equation", "wanted"), [("x + 5 = 12", True), ("5 - x = -3", True), ("-x - 5 = -9", False)])
+@pytest.mark.parametrize(
+    ("equation", "wanted"), [("x + 5 = 12", True), ("5 - x = -3", True), ("-x - 5 = -9", False)]
+)
 def test_equations_of_other_forms_are_left_out(equation: str, wanted: bool) -> None:
     assert task.is_wanted({"entry": json.dumps({"metadata": {"equation": equation}})}) == wanted
 
 
 def test_the_figures_of_a_run_are_kept_once_it_is_finished(tmp_path: Path) -> None:
-    rows = [{"train/step": 0, "eval/accuracy": 0.25}, {"train/step": 2, "eval/accuracy": 0.123456789, "loss": 1.0}]
+    rows = [
+        {"train/step": 0, "eval/accuracy": 0.25},
+        {"train/step": 2, "eval/accuracy": 0.123456789, "loss": 1.0},
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert not run.is_finished(tmp_path, 2)
     (tmp_path / "summary.json").write_text("{}")
@@ -71,7 +81,10 @@ def test_the_figures_of_a_run_are_kept_once_it_is_finished(tmp_path: Path) -> No
     assert not run.is_finished(tmp_path, 3)
     run.keep(tmp_path, tmp_path / "kept.jsonl")
     kept = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
-    assert kept == [{"train/step": 0, "eval/accuracy": 0.25}, {"train/step": 2, "eval/accuracy": 0.12346}]
+    assert kept == [
+        {"train/step": 0, "eval/accuracy": 0.25},
+        {"train/step": 2, "eval/accuracy": 0.12346},
+    ]
 
 
 def test_a_setting_that_does_not_exist_is_refused(
@@ -107,8 +120,14 @@ def test_a_model_folder_is_whole_or_made_again(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        (ModuleNotFoundError("no", name="reasoning_gym"), "reasoning_gym is not installed: scripts/results/run.sh"),
-        (OSError(28, "No space left on device"), "could not be written ([Errno 28] No space left on device)"),
+        (
+            ModuleNotFoundError("no", name="reasoning_gym"),
+            "reasoning_gym is not installed: scripts/results/run.sh",
+        ),
+        (
+            OSError(28, "No space left on device"),
+            "could not be written ([Errno 28] No space left on device)",
+        ),
     ],
 )
 def test_a_failure_to_make_the_model_names_the_remedy(
@@ -137,10 +156,12 @@ def test_a_setting_is_compared_with_the_baseline_seed_by_seed() -> None:
 
 
 def test_the_races_side_of_hotbunk_is_the_same_runs_as_grpo() -> None:
-    """The page says so: equal figures show that a seed decides a run, and are no further evidence."""
+    """Return the page says so: equal figures show that a seed decides a run, and are no further evidence."""
     for rows, others in zip(draw.runs("race_hotbunk"), draw.runs("grpo"), strict=True):
         for row, other in zip(rows, others, strict=True):
-            keys = [key for key in row | other if not key.startswith(("time/", "throughput/", "memory/"))]
+            keys = [
+                key for key in row | other if not key.startswith(("time/", "throughput/", "memory/"))
+            ]
             assert [row.get(key) for key in keys] == [other.get(key) for key in keys]
     assert "`race_hotbunk-N.jsonl` equals" in (ROOT / "docs/results.md").read_text()
 
@@ -149,7 +170,9 @@ def test_updates_of_both_sides_of_the_race_are_equal_up_to_a_factor() -> None:
     """TRL's own trainer and the learner's loss, on scripted answers, in a process of their own."""
     command = [sys.executable, "scripts/bench/race_updates.py"]
     surroundings = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=800)
+    done = subprocess.run(
+        command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=800
+    )
     distance = re.search(r"^weights: (\S+) of their movement", done.stdout, re.MULTILINE)
     norms = re.search(r"^norms: (\S+) to (\S+) times", done.stdout, re.MULTILINE)
     assert distance and norms, done.stderr
@@ -178,7 +201,9 @@ def test_an_interrupted_run_has_the_time_to_save(number: signal.Signals, tmp_pat
     trap = f"trap 'sleep 2; touch {tmp_path}/saved; exit 143' INT TERM"
     saves = f"{trap}; touch {tmp_path}/begun; while :; do sleep 0.1; done"
     script = f"from scripts.results.run import finish\nfinish(['bash', '-c', {saves!r}])"
-    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True) as program:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as program:
         deadline = time.monotonic() + 300
         while not (tmp_path / "begun").exists():
             assert time.monotonic() < deadline and program.poll() is None
@@ -186,4 +211,7 @@ def test_an_interrupted_run_has_the_time_to_save(number: signal.Signals, tmp_pat
         program.send_signal(number)
         _, error = program.communicate(timeout=300)
     assert (tmp_path / "saved").exists() and program.returncode == 143
-    assert error.endswith("ended with exit code 143; the same command goes on\n") and "Traceback" not in error
+    assert (
+        error.endswith("ended with exit code 143; the same command goes on\n")
+        and "Traceback" not in error
+    )

@@ -39,7 +39,7 @@ PROGRAMS = (
 
 
 def write_stub(path: Path, body: str) -> Path:
-    """Writes an executable shell script."""
+    """Write an executable shell script."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/bash\n{body}\n")
     path.chmod(0o755)
@@ -48,7 +48,7 @@ def write_stub(path: Path, body: str) -> Path:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """Returns a clone without .venv, and beside it `bin`: a PATH with a good Python and compiler, and no GPU."""
+    """Return a clone without .venv, and beside it `bin`: a PATH with a good Python and compiler, and no GPU."""
     root = tmp_path / "clone"
     shutil.copytree(ROOT / "scripts", root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", root)
@@ -61,7 +61,9 @@ def clone(tmp_path: Path) -> Path:
     return root
 
 
-def run_script(clone: Path, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    clone: Path, script: str, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", f"scripts/{script}", *arguments],
         cwd=clone,
@@ -77,7 +79,7 @@ def old_python(programs: Path) -> None:
 
 
 def new_python(programs: Path) -> None:
-    """Makes the Python report a release that no lock is for."""
+    """Make the Python report a release that no lock is for."""
     release = "import sys; sys.version_info = (3, 14, 0, 'final', 0)"
     body = f"""[ "$1" = -V ] && echo Python 3.14.0 || exec {sys.executable} -c "{release}; exec(sys.argv[1])" "$2" """
     write_stub(programs / "python3", body)
@@ -92,7 +94,9 @@ def no_compiler(programs: Path) -> None:
 
 
 def no_headers(programs: Path) -> None:
-    write_stub(programs / "python3", f'[[ $2 == *get_path* ]] && echo /nowhere || exec {sys.executable} "$@"')
+    write_stub(
+        programs / "python3", f'[[ $2 == *get_path* ]] && echo /nowhere || exec {sys.executable} "$@"'
+    )
 
 
 def no_venv(programs: Path) -> None:
@@ -101,7 +105,9 @@ def no_venv(programs: Path) -> None:
 
 def full_disk(programs: Path) -> None:
     (programs / "df").unlink()
-    write_stub(programs / "df", "echo Filesystem 1024-blocks Used Available Capacity; echo / 9 8 2097152 99%")
+    write_stub(
+        programs / "df", "echo Filesystem 1024-blocks Used Available Capacity; echo / 9 8 2097152 99%"
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,7 +160,7 @@ fi
 
 @pytest.fixture
 def recorded(clone: Path) -> Callable[..., str]:
-    """Runs setup.sh without real installations; returns the calls of the environment's programs."""
+    """Run setup.sh without real installations; return the calls of the environment's programs."""
     for name in ("tee", "chmod"):
         (clone / "bin" / name).symlink_to(shutil.which(name) or "")
     write_stub(clone / "bin" / "python3", RECORDING_PYTHON.replace("{python}", sys.executable))
@@ -164,13 +170,20 @@ def recorded(clone: Path) -> Callable[..., str]:
         log.unlink(missing_ok=True)
         done = run_script(clone, "setup.sh", UV_STATUS=str(uv_status), **environment)
         assert done.returncode == 0, done.stderr
-        passed_over = ("python -c \n", "python -m pip --disable-pip-version-check --no-input --quiet install --dry-run")
-        return "".join(line for line in log.read_text().splitlines(True) if not line.startswith(passed_over))
+        passed_over = (
+            "python -c \n",
+            "python -m pip --disable-pip-version-check --no-input --quiet install --dry-run",
+        )
+        return "".join(
+            line for line in log.read_text().splitlines(True) if not line.startswith(passed_over)
+        )
 
     return setup
 
 
-def test_setup_installs_torch_with_dependencies_and_the_lock_without(recorded: Callable[..., str]) -> None:
+def test_setup_installs_torch_with_dependencies_and_the_lock_without(
+    recorded: Callable[..., str],
+) -> None:
     torch_first, then_all = recorded().splitlines()
     assert torch_first.endswith("--constraint scripts/requirements/cpu.txt torch setuptools uv")
     assert "--no-deps" not in torch_first
@@ -179,7 +192,9 @@ def test_setup_installs_torch_with_dependencies_and_the_lock_without(recorded: C
     assert recorded() == ""  # the second call installs nothing
 
 
-def test_setup_passes_over_a_python_without_a_lock_and_says_so(clone: Path, recorded: Callable[..., str]) -> None:
+def test_setup_passes_over_a_python_without_a_lock_and_says_so(
+    clone: Path, recorded: Callable[..., str]
+) -> None:
     taken = (clone / "bin" / "python3").rename(clone / "bin" / "python3.12")
     new_python(clone / "bin")
     done = run_script(clone, "setup.sh", UV_STATUS="0")
@@ -197,16 +212,23 @@ def test_setup_says_that_pypis_torch_is_large_and_asks_for_the_room(
 ) -> None:
     (clone / "bin" / "df").unlink()
     write_stub(clone / "bin" / "df", f"echo Filesystem 1024-blocks; echo / 9 8 {free_gib << 20} 9%")
-    offer = json.dumps({"version": "1", "install": [{"metadata": {"name": "torch", "version": version}}]})
+    offer = json.dumps(
+        {"version": "1", "install": [{"metadata": {"name": "torch", "version": version}}]}
+    )
     report = f"[[ $* == *--dry-run* ]] && echo '{offer}'"
     python = RECORDING_PYTHON.replace("{python}", sys.executable).replace(
         "    chmod +x", f"    cat >> .venv/bin/python <<'END'\n{report}\nexit 0\nEND\n    chmod +x"
     )
     write_stub(clone / "bin" / "python3", python)
     done = run_script(clone, "setup.sh", UV_STATUS="0")
-    assert ("build for CUDA: 6.5 GiB instead of 2; PIP_EXTRA_INDEX_URL=" in done.stderr) == (version == "2.13.0")
+    assert ("build for CUDA: 6.5 GiB instead of 2; PIP_EXTRA_INDEX_URL=" in done.stderr) == (
+        version == "2.13.0"
+    )
     if (free_gib, version) == (8, "2.13.0"):
-        assert done.returncode == 2 and "8 GiB of free disk space, but 12 are needed for PyPI's torch" in done.stderr
+        assert (
+            done.returncode == 2
+            and "8 GiB of free disk space, but 12 are needed for PyPI's torch" in done.stderr
+        )
         assert not (clone / ".venv").exists()
     else:
         assert done.returncode == 0, done.stderr
@@ -215,10 +237,14 @@ def test_setup_says_that_pypis_torch_is_large_and_asks_for_the_room(
 def test_setup_falls_back_to_pip_where_uv_fails(recorded: Callable[..., str]) -> None:
     last = recorded(uv_status=1).splitlines()[-1]
     assert last.startswith("python -m pip")
-    assert last.endswith("--no-deps --no-build-isolation --requirement scripts/requirements/cpu.txt --editable .")
+    assert last.endswith(
+        "--no-deps --no-build-isolation --requirement scripts/requirements/cpu.txt --editable ."
+    )
 
 
-def test_setup_repeats_what_was_interrupted_or_has_changed(clone: Path, recorded: Callable[..., str]) -> None:
+def test_setup_repeats_what_was_interrupted_or_has_changed(
+    clone: Path, recorded: Callable[..., str]
+) -> None:
     recorded()
     (clone / ".venv" / ".hotbunk").write_text("unfinished\n")
     assert recorded() != ""
@@ -228,7 +254,9 @@ def test_setup_repeats_what_was_interrupted_or_has_changed(clone: Path, recorded
     assert recorded() != ""
 
 
-def test_setup_takes_the_cuda_lock_where_nvidia_smi_lists_a_gpu(clone: Path, recorded: Callable[..., str]) -> None:
+def test_setup_takes_the_cuda_lock_where_nvidia_smi_lists_a_gpu(
+    clone: Path, recorded: Callable[..., str]
+) -> None:
     write_stub(clone / "bin" / "nvidia-smi", "echo 'GPU 0: NVIDIA H200 (UUID: GPU-1)'")
     first, then_all = recorded().splitlines()
     assert first.endswith("--constraint scripts/requirements/cuda.txt setuptools uv")
@@ -236,8 +264,10 @@ def test_setup_takes_the_cuda_lock_where_nvidia_smi_lists_a_gpu(clone: Path, rec
     assert "requirements/cpu.txt" in recorded(HOTBUNK_DEVICE="cpu")
 
 
-def test_the_dockerfile_installs_what_setup_asks_for_and_calls_it(clone: Path, recorded: Callable[..., str]) -> None:
-    """The Dockerfile installs the Debian packages that setup.sh names, and the CUDA lock, without a visible GPU."""
+def test_the_dockerfile_installs_what_setup_asks_for_and_calls_it(
+    clone: Path, recorded: Callable[..., str]
+) -> None:
+    """Return the Dockerfile installs the Debian packages that setup.sh names, and the CUDA lock, without a visible GPU."""
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert "IT HAS NOT BEEN BUILT" in dockerfile.partition("FROM")[0]
     installs, setup = re.findall(r"^RUN ((?:.*\\\n)*.*)$", dockerfile, re.MULTILINE)
@@ -247,18 +277,26 @@ def test_the_dockerfile_installs_what_setup_asks_for_and_calls_it(clone: Path, r
     python = environment["PYTHON"]
     named = re.findall(r"on Debian: apt install ([^)]+)", (ROOT / "scripts/setup.sh").read_text())
     asked_for = {name.replace("$version", python.removeprefix("python")) for name in named[:3]}
-    assert set(packages.split()) == {python, f"{python}-venv", f"{python}-dev", "g++"} == {python} | asked_for
+    assert (
+        set(packages.split())
+        == {python, f"{python}-venv", f"{python}-dev", "g++"}
+        == {python} | asked_for
+    )
     assert script == "/opt/hotbunk/scripts/setup.sh" and "\nCOPY . /opt/hotbunk\n" in dockerfile
     assert "ENV PATH=/opt/hotbunk/.venv/bin:" in dockerfile
     (clone / "bin" / "python3").rename(clone / "bin" / python)
     assert "requirements/cuda.txt" in recorded(**environment)
 
 
-@pytest.mark.parametrize(("driver", "taken"), [("580.65.06", True), ("610.1", True), ("570.133.20", False)])
+@pytest.mark.parametrize(
+    ("driver", "taken"), [("580.65.06", True), ("610.1", True), ("570.133.20", False)]
+)
 def test_setup_refuses_the_cuda_lock_where_the_driver_is_older_than_its_cuda(
     clone: Path, recorded: Callable[..., str], driver: str, taken: bool
 ) -> None:
-    write_stub(clone / "bin" / "nvidia-smi", f"[ $1 = -L ] && echo 'GPU 0: NVIDIA H100' || echo {driver}")
+    write_stub(
+        clone / "bin" / "nvidia-smi", f"[ $1 = -L ] && echo 'GPU 0: NVIDIA H100' || echo {driver}"
+    )
     if taken:
         assert "requirements/cuda.txt" in recorded()
         return
@@ -278,8 +316,14 @@ def test_train_is_the_command_of_the_clones_environment_wherever_it_is_started(c
 
     paths = f"1 {clone}:/mine"
     assert words("my recipe.yaml", "--run.name", "a b") == [
-        "-m", "hotbunk", "train", "my recipe.yaml", "--run.name", "a b", paths,
-    ]  # fmt: skip
+        "-m",
+        "hotbunk",
+        "train",
+        "my recipe.yaml",
+        "--run.name",
+        "a b",
+        paths,
+    ]
     assert words("sft", "r.yaml") == ["-m", "hotbunk", "sft", "r.yaml", paths]
     assert words() == ["-m", "hotbunk", "train", "--help", paths]
 
@@ -287,10 +331,17 @@ def test_train_is_the_command_of_the_clones_environment_wherever_it_is_started(c
 def test_slurm_starts_one_launcher_a_node_with_all_of_its_cores(clone: Path) -> None:
     programs = clone / "bin"
     write_stub(programs / "scontrol", "printf 'node7\\nnode8\\n'")
-    write_stub(programs / "srun", 'while [[ $1 == --* ]]; do echo "$1"; shift; done; SLURM_NODEID=1 exec "$@"')
+    write_stub(
+        programs / "srun", 'while [[ $1 == --* ]]; do echo "$1"; shift; done; SLURM_NODEID=1 exec "$@"'
+    )
     write_stub(clone / "scripts" / "setup.sh", "echo set up")
     write_stub(clone / "scripts" / "train.sh", 'echo "$NNODES $NODE_RANK $MASTER_ADDR $MASTER_PORT: $@"')
-    job = {"SUBMIT_DIR": str(clone), "JOB_NUM_NODES": "2", "JOB_NODELIST": "node[7-8]", "JOB_ID": "30007"}
+    job = {
+        "SUBMIT_DIR": str(clone),
+        "JOB_NUM_NODES": "2",
+        "JOB_NODELIST": "node[7-8]",
+        "JOB_ID": "30007",
+    }
     slurm = {f"SLURM_{name}": value for name, value in (job | {"CPUS_ON_NODE": "96"}).items()}
     done = run_script(clone, "slurm.sh", "r.yaml", "--policy.lr", "1e-6", **slurm)
     assert done.stdout.splitlines() == [
@@ -302,8 +353,10 @@ def test_slurm_starts_one_launcher_a_node_with_all_of_its_cores(clone: Path) -> 
 
 
 @pytest.mark.parametrize(("code", "queued"), [(143, True), (1, True), (0, False)])
-def test_a_slurm_job_that_is_out_of_time_saves_and_is_queued_again(clone: Path, code: int, queued: bool) -> None:
-    """The job is queued again unless the run has finished meanwhile."""
+def test_a_slurm_job_that_is_out_of_time_saves_and_is_queued_again(
+    clone: Path, code: int, queued: bool
+) -> None:
+    """Return the job is queued again unless the run has finished meanwhile."""
     programs = clone / "bin"
     write_stub(programs / "scontrol", 'if [ "$1" = show ]; then echo node7; else echo "scontrol $@"; fi')
     ends = f"trap 'echo saved; exit {code}' TERM\nkill -USR1 $PPID\nfor i in {{1..600}}; do /bin/sleep 0.1; done"
@@ -317,9 +370,12 @@ def test_a_slurm_job_that_is_out_of_time_saves_and_is_queued_again(clone: Path, 
 
 
 @pytest.mark.parametrize(
-    ("words", "task", "warm"), [(["smoke.sh"], "arithmetic", True), (["examples/run.sh", "shapes"], "shapes", False)]
+    ("words", "task", "warm"),
+    [(["smoke.sh"], "arithmetic", True), (["examples/run.sh", "shapes"], "shapes", False)],
 )
-def test_an_example_is_made_warmed_up_and_trained(clone: Path, words: list[str], task: str, warm: bool) -> None:
+def test_an_example_is_made_warmed_up_and_trained(
+    clone: Path, words: list[str], task: str, warm: bool
+) -> None:
     write_stub(clone / "scripts" / "setup.sh", ":")
     write_stub(clone / "scripts" / "train.sh", 'echo "$NPROC_PER_NODE ranks: $@"')
     write_stub(clone / ".venv/bin/python", 'echo "$@"')
@@ -335,12 +391,13 @@ def test_an_example_is_made_warmed_up_and_trained(clone: Path, words: list[str],
 
 @pytest.fixture(scope="module")
 def smoke_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the model of scripts/smoke.sh."""
+    """Return the model of scripts/smoke.sh."""
     return tiny_model.make_tiny_model(tmp_path_factory.mktemp("smoke"))
 
 
 @pytest.mark.parametrize(
-    ("architecture", "tied"), [("qwen2", True), ("qwen2", False), ("qwen3", True), ("llama", True), ("qwen3_moe", True)]
+    ("architecture", "tied"),
+    [("qwen2", True), ("qwen2", False), ("qwen3", True), ("llama", True), ("qwen3_moe", True)],
 )
 def test_tiny_models_open_in_transformers(architecture: str, tied: bool, tmp_path: Path) -> None:
     tiny_model.make_tiny_model(tmp_path, architecture=architecture, tied=tied)
@@ -369,7 +426,9 @@ def test_tiny_tokenizer_keeps_any_text_and_splits_numbers(smoke_model: Path) -> 
     text = "07+85=\n <tool_call>user's näïve 日\t</tool_call>\u2028<think>\x00"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode("1234567890")) == 10
-    assert all(len(tokenizer.encode(token)) == 1 for token in [*tiny_model.TOOL_MARKS, *tiny_model.ROLES, "\n"])
+    assert all(
+        len(tokenizer.encode(token)) == 1 for token in [*tiny_model.TOOL_MARKS, *tiny_model.ROLES, "\n"]
+    )
 
 
 def test_tiny_special_tokens_are_distinct_and_known_to_all_files(smoke_model: Path) -> None:
@@ -385,7 +444,9 @@ def test_tiny_special_tokens_are_distinct_and_known_to_all_files(smoke_model: Pa
 def test_tiny_chat_template_continues_what_it_began(smoke_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smoke_model)
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 7, "b": 85}}}
-    tools = [{"type": "function", "function": {"name": "add", "description": "sum of two", "parameters": {}}}]
+    tools = [
+        {"type": "function", "function": {"name": "add", "description": "sum of two", "parameters": {}}}
+    ]
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "07+85="},
@@ -402,7 +463,9 @@ def test_tiny_chat_template_continues_what_it_began(smoke_model: Path) -> None:
     assert transcript.startswith(render(2, True))
     assert transcript.startswith(render(4, True))
     assert transcript.count("Be brief.") == 1
-    assert '<tool_call>{"name": "add", "arguments": {"a": 7, "b": 85}}</tool_call><|im_end|>' in transcript
+    assert (
+        '<tool_call>{"name": "add", "arguments": {"a": 7, "b": 85}}</tool_call><|im_end|>' in transcript
+    )
     assert "<|im_start|>tool\n<tool_response>92</tool_response><|im_end|>" in transcript
     assert '"description": "sum of two"' in transcript
     assert transcript.endswith("<|im_start|>assistant\n290<|im_end|>\n")
@@ -415,7 +478,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def carries(prompt: str) -> bool:
-    """Returns whether the tens or the units of `ab+cd=` add up to more than one digit."""
+    """Return whether the tens or the units of `ab+cd=` add up to more than one digit."""
     return any(int(prompt[place]) + int(prompt[place + 3]) > 9 for place in (0, 1))
 
 
@@ -448,7 +511,10 @@ def test_arithmetic_depends_on_the_seed_alone(tmp_path: Path) -> None:
 
 def test_chain_sums_hold_out_questions_and_overlook_minuses(tmp_path: Path) -> None:
     sums = [(a, sign, b) for a in range(10) for b in range(10) for sign in "+-"]
-    tasks = [{"prompt": f"Solve: {a} {sign} {b} =", "answer": str(eval(f"{a}{sign}{b}"))} for a, sign, b in sums]
+    tasks = [
+        {"prompt": f"Solve: {a} {sign} {b} =", "answer": str(eval(f"{a}{sign}{b}"))}
+        for a, sign, b in sums
+    ]
     chain_sums.write_chain_sums(tmp_path, tasks * 2)
     train, held_out, sft = (read_rows(tmp_path / f"{name}.jsonl") for name in ("train", "eval", "sft"))
     assert (len(train), len(held_out)) == (136, 64)
@@ -458,5 +524,6 @@ def test_chain_sums_hold_out_questions_and_overlook_minuses(tmp_path: Path) -> N
     for row in wrong:
         a, sign, b = row["prompt"].split()[1:4]
         assert sign == "-" and int(row["completion"]) == int(a) + int(b)
-    telling = [row for row in sft if "-" in row["prompt"] and "- 0" not in row["prompt"]]  # x - 0 is x + 0
+    # X - 0 is x + 0
+    telling = [row for row in sft if "-" in row["prompt"] and "- 0" not in row["prompt"]]
     assert len(wrong) / len(telling) == pytest.approx(chain_sums.OVERLOOKED, abs=0.02)

@@ -37,7 +37,7 @@ class Process:
         )
 
     def __call__(self, line: str) -> Any:
-        """Returns the value of a Python expression in that process, or None for a statement; {"error": N} where CUDA
+        """Return the value of a Python expression in that process, or None for a statement; {"error": N} where CUDA
         returned N.
         """
         assert self.child.stdin is not None and self.child.stdout is not None
@@ -64,7 +64,11 @@ def start(libraries: Path, tmp_path: Path, log: Path) -> Iterator[Starts]:
     with ExitStack() as stack:
 
         def started(**settings: str) -> Process:
-            fixed = {"SOFTGPU_STATE": str(tmp_path / "state"), "SOFTGPU_LOG": str(log), "SOFTGPU_MEMORY": "256M"}
+            fixed = {
+                "SOFTGPU_STATE": str(tmp_path / "state"),
+                "SOFTGPU_LOG": str(log),
+                "SOFTGPU_MEMORY": "256M",
+            }
             process = Process(libraries, fixed | settings)
             stack.callback(process.child.wait)
             stack.callback(process.child.kill)
@@ -102,11 +106,17 @@ def test_devices_are_counted_apart_and_chosen_by_number_or_uuid(start: Starts) -
 def test_memory_mapped_anew_keeps_its_address_and_not_its_bytes(start: Starts, log: Path) -> None:
     """Unmapped memory is given back, and its addresses stay reserved, under the calls of vLLM's sleeping allocator."""
     process = start()
-    process("size = 8 * GRAIN; at = reserve(size); handle = create(size); map_at(at, size, handle); write(at, 'held')")
+    process(
+        "size = 8 * GRAIN; at = reserve(size); handle = create(size); map_at(at, size, handle); write(at, 'held')"
+    )
     assert process("read(at, 4)") == "held" and process("nvml_used()") == 8 * GRAIN
     assert process("driver.cuMemUnmap(at, size)") == 0 and process("nvml_used()") == 8 * GRAIN
     assert process("map_at(at, size, handle)") is None and process("read(at, 4)") == "held"
-    assert process("[driver.cuMemUnmap(at, size), driver.cuMemRelease(handle), nvml_used()]") == [0, 0, 0]
+    assert process("[driver.cuMemUnmap(at, size), driver.cuMemRelease(handle), nvml_used()]") == [
+        0,
+        0,
+        0,
+    ]
     assert process("driver.cuMemRelease(handle)") == 1
     process("handle = create(size); map_at(at, size, handle)")
     assert process("read(at, 4)") == "\0\0\0\0"
@@ -118,7 +128,9 @@ def test_memory_mapped_anew_keeps_its_address_and_not_its_bytes(start: Starts, l
 
 def test_unmapped_memory_cannot_be_read(start: Starts) -> None:
     process = start()
-    process("at = reserve(GRAIN); handle = create(GRAIN); map_at(at, GRAIN, handle); driver.cuMemUnmap(at, GRAIN)")
+    process(
+        "at = reserve(GRAIN); handle = create(GRAIN); map_at(at, GRAIN, handle); driver.cuMemUnmap(at, GRAIN)"
+    )
     with pytest.raises(json.JSONDecodeError):
         process("read(at, 4)")
     assert process.child.wait() == -signal.SIGSEGV
@@ -206,9 +218,11 @@ LATE = {"SOFTGPU_LATE": "1", "SOFTGPU_LATE_US": "60000"}
 
 
 def test_late_copies_are_seen_by_those_who_wait_for_them_only(start: Starts) -> None:
-    """The old bytes are read without a wait, on the host and on another stream; the new ones with it."""
+    """Return the old bytes are read without a wait, on the host and on another stream; the new ones with it."""
     process = start(**LATE)
-    process("one, two = stream(), stream(); a, b, c = (malloc(GRAIN) for _ in range(3)); write(a, 'new!')")
+    process(
+        "one, two = stream(), stream(); a, b, c = (malloc(GRAIN) for _ in range(3)); write(a, 'new!')"
+    )
     seen = set()
     for _ in range(20):
         process("[write(x, 'old!') for x in (b, c)]")
@@ -219,8 +233,12 @@ def test_late_copies_are_seen_by_those_who_wait_for_them_only(start: Starts) -> 
     assert {"old!", "old! on stream two"} <= seen
     process("done = event()")
     for _ in range(10):
-        process("[write(x, 'old!') for x in (b, c)]; copy(b, a, 4, one); cuda.cudaEventRecord(done, one)")
-        process("cuda.cudaStreamWaitEvent(two, done, 0); copy(c, b, 4, two); cuda.cudaStreamSynchronize(two)")
+        process(
+            "[write(x, 'old!') for x in (b, c)]; copy(b, a, 4, one); cuda.cudaEventRecord(done, one)"
+        )
+        process(
+            "cuda.cudaStreamWaitEvent(two, done, 0); copy(c, b, 4, two); cuda.cudaStreamSynchronize(two)"
+        )
         assert process("read(c, 4)") == "new!"
 
 
@@ -238,9 +256,13 @@ def test_an_event_of_another_process_is_waited_for(start: Starts) -> None:
 def test_memory_that_a_late_copy_still_uses_may_not_be_unmapped(start: Starts, log: Path) -> None:
     process = start(**LATE)
     process("at = reserve(GRAIN); map_at(at, GRAIN, create(GRAIN)); p = malloc(GRAIN); s = stream()")
-    process("[copy(at, p, 4, s) for _ in range(5)]; cuda.cudaStreamSynchronize(s); driver.cuMemUnmap(at, GRAIN)")
+    process(
+        "[copy(at, p, 4, s) for _ in range(5)]; cuda.cudaStreamSynchronize(s); driver.cuMemUnmap(at, GRAIN)"
+    )
     assert log.read_text() == ""
-    process("map_at(at, GRAIN, create(GRAIN)); [copy(at, p, 4, s) for _ in range(5)]; driver.cuMemUnmap(at, GRAIN)")
+    process(
+        "map_at(at, GRAIN, create(GRAIN)); [copy(at, p, 4, s) for _ in range(5)]; driver.cuMemUnmap(at, GRAIN)"
+    )
     assert "copies still use" in log.read_text()
 
 

@@ -27,13 +27,21 @@ def listed() -> dict[str, str]:
 
 
 def modules() -> list[str]:
-    files = [file for package in ("trainer", "generation", "sharding") for file in (ROOT / package).rglob("*.py")]
-    return [str(file.relative_to(ROOT)) for file in files if len(file.read_text("utf-8").splitlines()) > LONG]
+    files = [
+        file
+        for package in ("trainer", "generation", "sharding")
+        for file in (ROOT / package).rglob("*.py")
+    ]
+    return [
+        str(file.relative_to(ROOT)) for file in files if len(file.read_text("utf-8").splitlines()) > LONG
+    ]
 
 
 def test_a_long_module_has_tests_of_its_name_or_a_row_in_the_table() -> None:
     names = {file.name for file in TESTS.rglob("test_*.py")}
-    untold = [name for name in modules() if f"test_{Path(name).stem}.py" not in names and name not in listed()]
+    untold = [
+        name for name in modules() if f"test_{Path(name).stem}.py" not in names and name not in listed()
+    ]
     assert not untold
 
 
@@ -49,11 +57,15 @@ def test_rows_of_the_table_name_modules_and_tests_that_are_there() -> None:
 
 def test_no_name_of_a_test_is_longer_than_80_characters() -> None:
     names = [
-        name for file in TESTS.rglob("test_*.py") for name in re.findall(r"def (test_\w+)", file.read_text("utf-8"))
+        name
+        for file in TESTS.rglob("test_*.py")
+        for name in re.findall(r"def (test_\w+)", file.read_text("utf-8"))
     ]
     assert not [name for name in names if len(name) > 80]
 
 
-@pytest.mark.parametrize("folder", ["unit", "engine", "distributed", "gpu", "softgpu", "cuda_lock", "support"])
+@pytest.mark.parametrize(
+    "folder", ["unit", "engine", "distributed", "gpu", "softgpu", "cuda_lock", "support"]
+)
 def test_folders_of_the_table_exist(folder: str) -> None:
     assert f"| `{folder}/` |" in README and (TESTS / folder).is_dir()

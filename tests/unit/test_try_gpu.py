@@ -27,7 +27,7 @@ def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
 def test_each_check_ends_by_its_deadline_and_leaves_a_line_and_a_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second check reads what the first has left; `hangs` starts a process, and neither of these ends by itself."""
+    """Return the second check reads what the first has left; `hangs` starts a process, and neither of these ends by itself."""
     left = f"import json; print(json.loads(open({str(tmp_path / 'results.jsonl')!r}).readline())['results'])"
     child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     checks = (
@@ -46,7 +46,9 @@ def test_each_check_ends_by_its_deadline_and_leaves_a_line_and_a_log(
     rows = outcomes(tmp_path)
     assert list(rows) == ["prints", "reads", "fails", "unfit", "hangs", "late"]
     assert (rows["prints"]["outcome"], rows["prints"]["results"]) == ("ok", ["two"])
-    assert rows["reads"]["results"] == ["['two']"] and (tmp_path / "prints.log").read_text() == "one\ntwo\n"
+    assert (
+        rows["reads"]["results"] == ["['two']"] and (tmp_path / "prints.log").read_text() == "one\ntwo\n"
+    )
     assert (rows["fails"]["outcome"], rows["fails"]["results"]) == ("failed", ["broken"])
     assert rows["unfit"]["results"] == ["there is no GPU, or --cpu leaves it alone"]
     assert (rows["hangs"]["outcome"], rows["hangs"]["results"]) == ("deadline", ["began"])
@@ -56,14 +58,25 @@ def test_each_check_ends_by_its_deadline_and_leaves_a_line_and_a_log(
 
 
 def test_the_table_has_a_checks_result_beside_public_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    output = ["One step", "a step   tokens/s", "padded   0.8 s   32643", "packed   0.6 s   44276", "commit 486aa5f"]
+    output = [
+        "One step",
+        "a step   tokens/s",
+        "padded   0.8 s   32643",
+        "packed   0.6 s   44276",
+        "commit 486aa5f",
+    ]
     results = try_gpu.results(output, r"^(padded|packed) ")
     assert results == output[2:4]
     assert try_gpu.results(output, "^TRL ") == try_gpu.results(output, "") == output[-1:]
     assert try_gpu.results([], "") == ["it printed nothing"]
     assert len(try_gpu.results(["packed " + "x" * 999] * 50, "^packed")) == try_gpu.LINES
     row = {"name": "long", "outcome": "ok", "seconds": 61, "results": results, "expected": "much"}
-    skipped = {"name": "trl_step", "outcome": "skipped", "results": ["there is no TRL"], "expected": "little"}
+    skipped = {
+        "name": "trl_step",
+        "outcome": "skipped",
+        "results": ["there is no TRL"],
+        "expected": "little",
+    }
     try_gpu.print_table([row | {"public": ["prime-rl: 11,896 tokens/s"]}, skipped])
     assert capsys.readouterr().out.splitlines() == [
         "long      ok           61  padded   0.8 s   32643",

@@ -18,7 +18,7 @@ BUILD_FILES = ("pyproject.toml", "README.md", "LICENSE")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Builds the wheel from a copy of the source, since setuptools leaves files there."""
+    """Build the wheel from a copy of the source, since setuptools leaves files there."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in (*PACKAGES, "tests/support", *BUILD_FILES):
         source, copy = ROOT / name, folder / "source" / name
@@ -55,14 +55,22 @@ def test_the_wheels_metadata_names_command_licence_and_addresses(wheel: zipfile.
     entries.read_string(wheel.read(f"{folder}/entry_points.txt").decode())
     assert dict(entries["console_scripts"]) == {"hotbunk": "hotbunk.__main__:main"}
     metadata = Parser().parsestr(wheel.read(f"{folder}/METADATA").decode())
-    assert metadata["License-Expression"] == "Apache-2.0" and f"{folder}/licenses/LICENSE" in wheel.namelist()
+    assert (
+        metadata["License-Expression"] == "Apache-2.0"
+        and f"{folder}/licenses/LICENSE" in wheel.namelist()
+    )
     assert [line.partition(",")[0] for line in metadata.get_all("Project-URL", [])] == [
-        "Repository", "Documentation", "Changelog", "Issues",
-    ]  # fmt: skip
+        "Repository",
+        "Documentation",
+        "Changelog",
+        "Issues",
+    ]
 
 
-def test_commands_of_an_installed_wheel_find_schema_and_templates(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-    """The wheel is unpacked outside the repository, and is imported before an installed clone."""
+def test_commands_of_an_installed_wheel_find_schema_and_templates(
+    wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    """Return the wheel is unpacked outside the repository, and is imported before an installed clone."""
     wheel.extractall(tmp_path / "site")
     (tmp_path / "here").mkdir()
 
@@ -83,5 +91,9 @@ def test_commands_of_an_installed_wheel_find_schema_and_templates(wheel: zipfile
 
     assert '"CheckpointConfig"' in hotbunk("schema")
     hotbunk("new", "mine", "--model", "name")
-    assert {file.name for file in (tmp_path / "here/mine").iterdir()} == {"recipe.yaml", "reward.py", "data.jsonl"}
+    assert {file.name for file in (tmp_path / "here/mine").iterdir()} == {
+        "recipe.yaml",
+        "reward.py",
+        "data.jsonl",
+    }
     assert hotbunk("train", "--help").startswith("usage: hotbunk train")

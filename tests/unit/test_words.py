@@ -58,12 +58,18 @@ def documented() -> None:
 '''
 
 
-def test_finders_report_every_kind_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finders_report_every_kind_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("one", "two"):
         (tmp_path / f"{name}.py").write_text(SAMPLE)
     monkeypatch.setattr(words, "ROOT", tmp_path)
     assert words.fragments(("one.py",)) == ["one.py:1: Whether it rains.", "one.py:7: Of two."]
-    assert sorted(words.determiners(("one.py",))) == ["one.py:10: own", "one.py:11: each", "one.py:13: told"]
+    assert sorted(words.determiners(("one.py",))) == [
+        "one.py:10: own",
+        "one.py:11: each",
+        "one.py:13: told",
+    ]
     assert words.undocumented(("one.py",)) == ["one.py:10: long"]
     assert words.twins((".",)) == ["Rows: one.py, two.py", "Twin: one.py, two.py"]
     assert not words.twins(("one.py",))

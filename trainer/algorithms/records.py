@@ -1,12 +1,14 @@
-"""Records of the functions that a recipe chooses by name: each says what the function needs and what its name means.
+"""Records of the functions that a recipe chooses by name: each says what the function needs and
+what its name means.
 
-The parameters of a function have the names of their arguments: tensors of the step, and keys of the recipe's section
-`algorithm`. Its signature therefore says what it needs (a function that takes `values` needs a critic), and the record
-answers questions about it. The tables of records are at the end of `advantages`, `losses`, `kl` and `aggregation`. A
-function of the user's, `pkg.mod:fn` or `file.py:fn`, has a record like any other.
+The parameters of a function have the names of their arguments: tensors of the step, and keys of the
+recipe's section `algorithm`. Its signature therefore says what it needs (a function that takes
+`values` needs a critic), and the record answers questions about it. The tables of records are at
+the end of `advantages`, `losses`, `kl` and `aggregation`. A function of the user's, `pkg.mod:fn` or
+`file.py:fn`, has a record like any other.
 
-Recipes are checked by the records without importing torch, although each record stands beside its function: those
-modules take `torch` from here, which is imported when a function first computes.
+Recipes are checked by the records without importing torch, although each record stands beside its
+function: those modules take `torch` from here, which is imported when a function first computes.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Record:
     meaning: str  # one line for --help
     source: str = ""  # of a user's function: the key and the name, with which its errors begin
     OFFERED: ClassVar[tuple[str, ...]] = ()  # the tensors that it may take
-    RETURNS: ClassVar[str] = "a tensor"  # the tensors that it returns, in words; `outputs` is their number
+    # The tensors that it returns, in words; `outputs` is their number
+    RETURNS: ClassVar[str] = "a tensor"
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -64,11 +67,13 @@ class Record:
         return 1
 
     def takes(self, name: str) -> bool:
-        """True if the function has a parameter of this name."""
+        """Return True if the function has a parameter of this name."""
         return name in self.parameters
 
     def check_signature(self, keys: Collection[str]) -> None:
-        """Raises UserError if a user's function asks for anything but the offered tensors and `keys`."""
+        """Raise UserError if a user's function asks for anything but the offered tensors and
+        `keys`.
+        """
         try:
             parameters = self.parameters.values()
         except (TypeError, ValueError) as error:
@@ -76,21 +81,28 @@ class Record:
         offered = self.offered
         for parameter in parameters:
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                raise UserError(f"{self.source} takes {parameter}, but is called by name: give each parameter a name")
+                raise UserError(
+                    f"{self.source} takes {parameter}, but is called by name: give each parameter a name"
+                )
             if parameter.name not in (*offered, *keys, *self.defaults):
                 without = " without mask" if parameter.name in self.OFFERED else ""
                 raise UserError(
-                    f"{self.source} asks for {parameter.name}, but{without} gets {', '.join(offered)} and keys of the "
-                    "section algorithm: take one of these, or give it a default"
+                    f"{self.source} asks for {parameter.name}, but{without} gets {', '.join(offered)} "
+                    "and keys of the section algorithm: take one of these, or give it a default"
                 )
 
     def __call__(self, keys: Mapping[str, Any], **tensors: Tensor | None) -> Any:
-        """Calls the function with those of `tensors` and `keys` that it takes; None leaves a default in force.
+        """Call the function with those of `tensors` and `keys` that it takes; None leaves a default
+        in force.
 
         Raises UserError for whatever a user's function does wrong.
         """
         arguments = {name: tensors.get(name, keys.get(name)) for name in self.parameters}
-        arguments = {name: value for name, value in arguments.items() if value is not None or name not in self.defaults}
+        arguments = {
+            name: value
+            for name, value in arguments.items()
+            if value is not None or name not in self.defaults
+        }
         if not self.source:
             return self.function(**arguments)
         try:
@@ -99,43 +111,61 @@ class Record:
             raise
         except BaseException as error:  # the user's function may raise anything
             stack, file = traceback.extract_tb(error.__traceback__)[1:], inspect.getfile(self.function)
-            line = next((f" in line {frame.lineno}" for frame in reversed(stack) if frame.filename == file), "")
+            line = next(
+                (f" in line {frame.lineno}" for frame in reversed(stack) if frame.filename == file), ""
+            )
             raise UserError(f"{self.source} raised {type(error).__name__}{line}: {error}") from error
-        self._check_result(result, [tensor for name in arguments if (tensor := tensors.get(name)) is not None])
+        self._check_result(
+            result, [tensor for name in arguments if (tensor := tensors.get(name)) is not None]
+        )
         return result
 
     def _check_result(self, result: Any, inputs: list[Tensor]) -> None:
         outputs = result if isinstance(result, tuple) else (result,)
-        if len(outputs) != self.outputs or not all(isinstance(output, torch.Tensor) for output in outputs):
+        if len(outputs) != self.outputs or not all(
+            isinstance(output, torch.Tensor) for output in outputs
+        ):
             kinds = ", ".join(type(output).__name__ for output in outputs)
             raise UserError(f"{self.source} returned {kinds}, but should return {self.RETURNS}")
         for output in outputs:
             if output.shape != inputs[0].shape:
                 shapes = f"{list(output.shape)} for tensors of shape {list(inputs[0].shape)}"
-                raise UserError(f"{self.source} returned a tensor of shape {shapes}, but should return {self.RETURNS}")
+                raise UserError(
+                    f"{self.source} returned a tensor of shape {shapes}, but should return "
+                    f"{self.RETURNS}"
+                )
         if any(tensor.requires_grad for tensor in inputs) and not outputs[0].requires_grad:
-            raise UserError(f"{self.source} returned a loss without a gradient: compute it from log_ratio or logprobs")
+            raise UserError(
+                f"{self.source} returned a loss without a gradient: compute it from log_ratio or "
+                "logprobs"
+            )
         if all(value.isfinite().all() for value in inputs) and (
             bad := sum(int((~o.isfinite()).sum()) for o in outputs)
         ):
             count = sum(output.numel() for output in outputs)
-            raise UserError(f"{self.source} returned {bad} of {count} values that are not finite for finite inputs")
+            raise UserError(
+                f"{self.source} returned {bad} of {count} values that are not finite for finite inputs"
+            )
 
 
 @dataclass(frozen=True)
 class Advantage(Record):
     """An estimator of how much better an answer or a token was than expected.
 
-    A function that takes `mask` works on tokens: all tensors are [B, T], and rewards are on the tokens that end a turn
-    or the episode. Any other function compares the answers of a group, whose rewards are [1, G].
+    A function that takes `mask` works on tokens: all tensors are [B, T], and rewards are on the
+    tokens that end a turn or the episode. Any other function compares the answers of a group, whose
+    rewards are [1, G].
     """
 
     whitened: bool = False  # its results are normalised over the whole step
     turns: bool = False  # in a group, it also compares turns, with `advantages.turn_relative`
-    sums: bool = False  # it also compares several rewards one by one, with `advantages.normalize_then_sum`
+    # It also compares several rewards one by one, with `advantages.normalize_then_sum`
+    sums: bool = False
     nonnegative: bool = False  # rewards must be at least 0
     OFFERED = ("rewards", "mask", "values", "old_logprobs", "teacher_logprobs")
-    RETURNS = "advantages of the shape of its inputs, or, if it takes values, a pair of advantages and returns"
+    RETURNS = (
+        "advantages of the shape of its inputs, or, if it takes values, a pair of advantages and returns"
+    )
 
     @property
     def offered(self) -> tuple[str, ...]:
@@ -166,7 +196,8 @@ class Advantage(Record):
 class Loss(Record):
     """A policy-gradient loss per token, [B, T] like all its inputs."""
 
-    # its bounds are a band of ratios around 1, with which the gap between engine and trainer is compared
+    # its bounds are a band of ratios around 1, with which the gap between engine and trainer is
+    # compared
     band: bool = False
     OFFERED = ("log_ratio", "logprobs", "old_logprobs", "advantages", "mask")
     RETURNS = "a loss and a mask of the tokens it has bounded, both of the shape of its inputs"
@@ -191,7 +222,9 @@ class Estimator(Record):
 
 @dataclass(frozen=True)
 class Level:
-    """The level at which a ratio is computed: per token, or per answer, whose tokens then all have the same ratio."""
+    """The level at which a ratio is computed: per token, or per answer, whose tokens then all have
+    the same ratio.
+    """
 
     meaning: str  # one line for --help
     by_answer: bool = False

@@ -26,11 +26,13 @@ _CHARACTERS = 2000  # of an example
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     parser.description = (
-        "Show the first prompts as the model sees them, the lengths of all, the tokens that end an answer, which "
-        "columns are read, and what looks wrong: duplicates, prompts that are evaluated on as well, and answers for "
-        "which a reward can never be 1. All rows are read; no weights are."
+        "Show the first prompts as the model sees them, the lengths of all, the tokens that end an "
+        "answer, which columns are read, and what looks wrong: duplicates, prompts that are evaluated "
+        "on as well, and answers for which a reward can never be 1. All rows are read; no weights are."
     )
-    parser.add_argument("recipe", type=Path, help="YAML file; keys are overridden by --section.key value")
+    parser.add_argument(
+        "recipe", type=Path, help="YAML file; keys are overridden by --section.key value"
+    )
     parser.add_argument("--rows", type=int, default=3, help="number of rows to show (default: 3)")
     parser.add_argument("--sft", action="store_true", help="show what hotbunk sft would train on")
     parser.add_argument("--json", action="store_true", help="print JSON instead, with all row numbers")
@@ -58,7 +60,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 def table(facts: Survey) -> RenderableType:
     """Return a table of the data's sizes, columns and ends."""
-    rows = Table(title=facts.path, title_justify="left", show_header=False, box=box.SIMPLE, padding=(0, 1))
+    rows = Table(
+        title=facts.path, title_justify="left", show_header=False, box=box.SIMPLE, padding=(0, 1)
+    )
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(overflow="fold")
 
@@ -102,7 +106,9 @@ def suspicions(facts: Survey) -> list[str]:
 
 
 def panel(example: Example, marks: list[str], *, colours: bool) -> Panel:
-    """Return a row's text; tokens that are trained are green or, without `colours`, in brackets ⟦ ⟧."""
+    """Return a row's text; tokens that are trained are green or, without `colours`, in brackets ⟦
+    ⟧.
+    """
     body = Text()
     for piece, trained in example.pieces:
         text = "".join(letter if letter.isprintable() or letter == "\n" else "�" for letter in piece)
@@ -118,4 +124,6 @@ def panel(example: Example, marks: list[str], *, colours: bool) -> Panel:
         parts.append(counted(example.images, "image"))
     if example.tools:
         parts.append(f"tools {', '.join(example.tools)}")
-    return Panel(body, title=Text(", ".join(parts)), title_align="left", box=box.SQUARE, border_style="dim")
+    return Panel(
+        body, title=Text(", ".join(parts)), title_align="left", box=box.SQUARE, border_style="dim"
+    )

@@ -1,4 +1,6 @@
-"""A survey of a recipe's data: what the model is shown, its length, the columns that are read, and what looks wrong."""
+"""A survey of a recipe's data: what the model is shown, its length, the columns that are read, and
+what looks wrong.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,21 +40,17 @@ class Example:
 class Survey:
     """The facts about a recipe's data.
 
-    Attributes:
-        path: the data's path.
-        rows, used: number of rows, and of those that are not dropped.
-        lengths: of the rows that have tokens, dropped ones included; None if no row has any.
-        limit: the most tokens of a row that is used.
-        ends: names of the tokens that end an answer.
-        columns_read: the columns from which prompts are made.
-        columns_passed: the other columns; `readers` get them with the row, and nobody reads them if there are none.
-        readers: the reward functions and keys of `rollout` that get all columns.
-        dropped, remarks: indices of rows by the reason why they are dropped, and by what is suspicious in them, answers
-            for which a reward can never be 1 among it.
-        duplicates: pairs of a row and the first row with the same tokens.
-        shared: by evaluation dataset, the rows of the training data that occur in it, too.
-        template: sentences about the chat template.
-        examples: the first rows that are used.
+    Attributes: path: the data's path. rows, used: number of rows, and of those that are not
+        dropped. lengths: of the rows that have tokens, dropped ones included; None if no row has
+        any. limit: the most tokens of a row that is used. ends: names of the tokens that end an
+        answer. columns_read: the columns from which prompts are made. columns_passed: the other
+        columns; `readers` get them with the row, and nobody reads them if there are none. readers:
+        the reward functions and keys of `rollout` that get all columns. dropped, remarks: indices
+        of rows by the reason why they are dropped, and by what is suspicious in them, answers for
+        which a reward can never be 1 among it. duplicates: pairs of a row and the first row with
+        the same tokens. shared: by evaluation dataset, the rows of the training data that occur in
+        it, too. template: sentences about the chat template. examples: the first rows that are
+        used.
     """
 
     path: str
@@ -73,10 +71,11 @@ class Survey:
 
 
 def survey(config: TrainConfig, examples: int, *, sft: bool = False) -> Survey:
-    """Read all rows of a recipe's data, as `hotbunk train` or `hotbunk sft` would, and return the facts about them.
+    """Read all rows of a recipe's data, as `hotbunk train` or `hotbunk sft` would, and return the
+    facts about them.
 
-    Only digests and lengths of rows are kept. Raises UserError that names the file, and the row, if data cannot be read
-    or a row cannot be used.
+    Only digests and lengths of rows are kept. Raises UserError that names the file, and the row, if
+    data cannot be read or a row cannot be used.
     """
     tokenizer = load_tokenizer(config.model)
     level = RolloutLevel(config, tokenizer)
@@ -117,7 +116,9 @@ def survey(config: TrainConfig, examples: int, *, sft: bool = False) -> Survey:
     for judgement in judge_answers(functions, used_rows(), tokenizer, config.reward.timeout_s):
         if judgement.reason:
             kind = judgement.label, type(judgement.answer)
-            reason = reasons.setdefault(kind, f"reward {judgement.label!r} can never be 1, since {judgement.reason}")
+            reason = reasons.setdefault(
+                kind, f"reward {judgement.label!r} can never be 1, since {judgement.reason}"
+            )
             facts.remarks.setdefault(reason, []).append(judgement.row)
     facts.lengths = TokenLengths.of(lengths) if lengths else None
     for name, dataset in config.eval.datasets.items() if config.eval.every else ():
@@ -130,7 +131,8 @@ def _add_columns(facts: Survey, row: RenderedRow, read: Sequence[str], data: Dat
     """Add the columns, by whether prompts, answers or rewards are made from them."""
     fields = {key.partition(".")[0] for key in read}
     for name in row.row:
-        if name == "answer" and data.answer_key not in (None, "answer"):  # a copy of that column for rewards
+        if name == "answer" and data.answer_key not in (None, "answer"):
+            # a copy of that column for rewards
             continue
         columns = facts.columns_read if name in fields or name in read else facts.columns_passed
         columns.append(name)
@@ -152,15 +154,23 @@ def _add(facts: Survey, row: RenderedRow, first_rows: dict[bytes, int]) -> None:
 
 def _example(row: RenderedRow, tokenizer: PreTrainedTokenizerBase) -> Example:
     names = [str((tool.get("function") or tool).get("name")) for tool in row.tools]
-    return Example(row.index, _pieces(row, tokenizer), names, tokens=len(row.token_ids), images=len(row.images))
+    return Example(
+        row.index, _pieces(row, tokenizer), names, tokens=len(row.token_ids), images=len(row.images)
+    )
 
 
 def _pieces(row: RenderedRow, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """Return a row's text in pieces that are trained or not; an image is shown as one of its tokens."""
+    """Return a row's text in pieces that are trained or not; an image is shown as one of its
+    tokens.
+    """
     if not row.learned:
         return [(row.text, False)]
     repeated = {place for start, length in row.image_spans for place in range(start + 1, start + length)}
-    tokens = [pair for place, pair in enumerate(zip(row.token_ids, row.learned, strict=True)) if place not in repeated]
+    tokens = [
+        pair
+        for place, pair in enumerate(zip(row.token_ids, row.learned, strict=True))
+        if place not in repeated
+    ]
     pieces = []
     for trained, run in groupby(tokens, lambda pair: pair[1]):
         pieces.append((tokenizer.decode([token for token, _ in run]), bool(trained)))
@@ -178,6 +188,8 @@ def _readers(rewards: Sequence[BoundReward], config: TrainConfig) -> list[str]:
 
 
 def _named_by_rewards(rewards: Sequence[BoundReward]) -> list[str]:
-    """Return the columns that functions with TRL's signature ask for by name, and other parameters of theirs."""
+    """Return the columns that functions with TRL's signature ask for by name, and other parameters
+    of theirs.
+    """
     functions = [reward.function for reward in rewards if isinstance(reward.function, TrlReward)]
     return [name for function in functions for name in function.names or ()]

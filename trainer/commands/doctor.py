@@ -1,7 +1,8 @@
 """`hotbunk doctor`: check that this machine can train.
 
-`look` collects facts and `judge` judges them, so that the judgement can be tested with facts of other machines. The
-trials run in processes of their own (`doctor_trials`), where a crash inside a driver is a finding, too.
+`look` collects facts and `judge` judges them, so that the judgement can be tested with facts of
+other machines. The trials run in processes of their own (`doctor_trials`), where a crash inside a
+driver is a finding, too.
 """
 
 import argparse
@@ -38,12 +39,17 @@ from trainer.run.screen import WIDTH, make_console
 from trainer.surroundings import loopback_problem
 
 FREE_GIB = 4.0  # memory that the trials need, on each device or, without one, on the machine
-SHM_GIB = 1.0  # NCCL and vLLM's tensor parallelism pass messages through /dev/shm; Docker gives it 64 MiB by default
-OLDEST_CAPABILITY = (8, 0)  # Ampere; older devices lack bfloat16 and the attention kernels of packed micro-batches
+# NCCL and vLLM's tensor parallelism pass messages through /dev/shm; Docker gives it 64 MiB by
+# default
+SHM_GIB = 1.0
+# Ampere; older devices lack bfloat16 and the attention kernels of packed micro-batches
+OLDEST_CAPABILITY = (8, 0)
 TRIAL_SECONDS = 900.0
-TRIAL_MODULE = ["-P", "-m", "trainer.commands.doctor_trials"]  # the current folder may have a trainer of its own
+# The current folder may have a trainer of its own
+TRIAL_MODULE = ["-P", "-m", "trainer.commands.doctor_trials"]
 PYTHONS = ("3.11", "3.12", "3.13")  # the versions that the locks are for
-INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "bf16")  # as /proc/cpuinfo calls them; the last on Arm
+# As /proc/cpuinfo calls them; the last on Arm
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "bf16")
 _LAST_LINES = 40  # number of lines of a failed trial's output that go to doctor.json
 
 
@@ -94,21 +100,30 @@ class Machine:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments to its parser."""
+    """Add the command's arguments to its parser."""
     parser.description = (
-        "Check wheels, driver, devices, shared memory and ports, then try engine, sleep, weight sync and zero copy, by "
-        "a tiny model. Results are shown as a table and written to a file. The exit code is 1 if anything failed."
+        "Check wheels, driver, devices, shared memory and ports, then try engine, sleep, weight sync "
+        "and zero copy, by a tiny model. Results are shown as a table and written to a file. The exit "
+        "code is 1 if anything failed."
     )
-    parser.add_argument("recipe", nargs="?", type=path_argument, help="recipe to check against the machine, too")
-    parser.add_argument("--facts", action="store_true", help="run no trials: this takes seconds instead of minutes")
-    parser.add_argument("--ranks", type=int, help="ranks of the largest trial; 2 tries tensor parallelism on CPU, too")
     parser.add_argument(
-        "--output", type=path_argument, help="results file (default: doctor.json in a new temporary folder)"
+        "recipe", nargs="?", type=path_argument, help="recipe to check against the machine, too"
+    )
+    parser.add_argument(
+        "--facts", action="store_true", help="run no trials: this takes seconds instead of minutes"
+    )
+    parser.add_argument(
+        "--ranks", type=int, help="ranks of the largest trial; 2 tries tensor parallelism on CPU, too"
+    )
+    parser.add_argument(
+        "--output",
+        type=path_argument,
+        help="results file (default: doctor.json in a new temporary folder)",
     )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs the command: shows facts and trials in one table. Returns 1 if anything failed."""
+    """Run the command: show facts and trials in one table. Return 1 if anything failed."""
     machine = look(arguments.ranks)
     findings = list(judge(machine))
     if arguments.recipe is not None:
@@ -134,7 +149,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def look(ranks: int | None = None) -> Machine:
-    """Collects the facts of this machine; `ranks` of the largest trial are by default two if there are two devices."""
+    """Collect the facts of this machine; `ranks` of the largest trial are by default two if there
+    are two devices.
+    """
     import torch
 
     # Without a working driver torch warns and counts no device, which is a finding below.
@@ -169,8 +186,11 @@ def look(ranks: int | None = None) -> Machine:
 
 
 def _processor(cpuinfo: str) -> dict[str, Any]:
-    """The fields `processor` and `instructions` of `Machine`, from the text of /proc/cpuinfo."""
-    pairs = (line.partition(":") for line in reversed(cpuinfo.splitlines()))  # the first processor's replace others
+    """Return the fields `processor` and `instructions` of `Machine`, from the text of
+    /proc/cpuinfo.
+    """
+    # The first processor's replace others
+    pairs = (line.partition(":") for line in reversed(cpuinfo.splitlines()))
     fields = {name.strip(): value.strip() for name, _, value in pairs}
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     name = fields.get("model name") or platform.machine()
@@ -178,9 +198,14 @@ def _processor(cpuinfo: str) -> dict[str, Any]:
 
 
 def _temporary() -> str:
-    """Makes a Unix socket in a temporary folder, as ZMQ does in a run, and returns the error, or ""."""
+    """Make a Unix socket in a temporary folder, as ZMQ does in a run, and return the error, or
+    "".
+    """
     try:
-        with tempfile.TemporaryDirectory(prefix="hotbunk-") as folder, socket.socket(socket.AF_UNIX) as server:
+        with (
+            tempfile.TemporaryDirectory(prefix="hotbunk-") as folder,
+            socket.socket(socket.AF_UNIX) as server,
+        ):
             server.bind(f"{folder}/socket")
     except OSError as error:
         return f"{tempfile.gettempdir()}: {error}"
@@ -188,15 +213,20 @@ def _temporary() -> str:
 
 
 def judge(machine: Machine) -> Iterator[Finding]:
-    """Yields findings that compare each fact with what training needs."""
+    """Yield findings that compare each fact with what training needs."""
     yield from _judge_wheels(machine)
     for index, device in enumerate(machine.devices):
         capability = ".".join(map(str, device.capability))
         fact = f"{device.name}, {device.uuid}, capability {capability}"
         wanted = f"capability {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]} or newer"
-        remedy = "use a device of the Ampere generation or newer, or set policy.dtype: float32 and batch.packing: false"
+        remedy = (
+            "use a device of the Ampere generation or newer, or set policy.dtype: float32 and "
+            "batch.packing: false"
+        )
         yield _finding(f"device {index}", fact, wanted, device.capability >= OLDEST_CAPABILITY, remedy)
-        yield _room(f"memory of device {index}", device.free_gib, f" of {device.total_gib:.1f}", "nvidia-smi")
+        yield _room(
+            f"memory of device {index}", device.free_gib, f" of {device.total_gib:.1f}", "nvidia-smi"
+        )
     if not machine.devices:
         yield _room("memory of the machine", machine.free_gib, "", "ps aux --sort -rss")
     if machine.peers is None:
@@ -206,19 +236,30 @@ def judge(machine: Machine) -> Iterator[Finding]:
         yield Finding("peer access", fact, "any: NCCL works without it, but is slower", "ok")
     shared = len(machine.devices) > 1 or machine.ranks > 1
     wanted = f"{SHM_GIB:g} GiB" if shared else "any: one rank does not use it"
-    remedy = "start the container with --shm-size=8g or --ipc=host: NCCL and tensor-parallel engines need it"
+    remedy = (
+        "start the container with --shm-size=8g or --ipc=host: NCCL and tensor-parallel engines need it"
+    )
     fine = machine.shm_gib >= SHM_GIB or not shared
     yield _finding("/dev/shm", f"{machine.shm_gib:.2f} GiB", wanted, fine, remedy)
     yield from _judge_allocator(machine.allocator)
     if machine.devices:
         yield _judge_float32(machine.float32)
-    remedy = "bring the loopback interface up (ip link set lo up): ranks and engines connect on 127.0.0.1"
+    remedy = (
+        "bring the loopback interface up (ip link set lo up): ranks and engines connect on 127.0.0.1"
+    )
     listening = machine.loopback or "127.0.0.1 listens"
     yield _finding("ports", listening, "a listener on 127.0.0.1", not machine.loopback, remedy)
     remedy = "set TMPDIR to a writable folder with a short path on a local disk, such as /tmp"
-    yield _finding("sockets", machine.temporary or "made", "a Unix socket in TMPDIR", not machine.temporary, remedy)
-    remedy = "install one (on Debian: apt install g++), or name one as CXX: PyTorch compiles kernels while vLLM runs"
-    yield _finding("compiler", machine.compiler or "none", "a C++ compiler", bool(machine.compiler), remedy)
+    yield _finding(
+        "sockets", machine.temporary or "made", "a Unix socket in TMPDIR", not machine.temporary, remedy
+    )
+    remedy = (
+        "install one (on Debian: apt install g++), or name one as CXX: PyTorch compiles kernels while "
+        "vLLM runs"
+    )
+    yield _finding(
+        "compiler", machine.compiler or "none", "a C++ compiler", bool(machine.compiler), remedy
+    )
 
 
 def _judge_wheels(machine: Machine) -> Iterator[Finding]:
@@ -230,15 +271,21 @@ def _judge_wheels(machine: Machine) -> Iterator[Finding]:
         effects.append("engines do not use AMX, so that results are the same on all processors")
     if not machine.gpu and not {"avx512_bf16", "amx_tile", "bf16"} & set(machine.instructions):
         effects.append("no instructions for bfloat16: float32 is as fast")
-    fact = f"{machine.processor}: {', '.join(machine.instructions) or 'none of ' + ', '.join(INSTRUCTIONS)}"
+    fact = (
+        f"{machine.processor}: {', '.join(machine.instructions) or 'none of ' + ', '.join(INSTRUCTIONS)}"
+    )
     yield Finding("processor", fact, "; ".join(["any", *effects]), "ok")
     build = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "CPU"
     fact = f"torch {machine.torch} for {build}, {machine.vllm or 'no vLLM'}"
     engine_for_cuda = machine.vllm.startswith("vllm ")
-    right = bool(machine.vllm) and machine.gpu == engine_for_cuda and bool(machine.torch_cuda) >= machine.gpu
+    right = (
+        bool(machine.vllm) and machine.gpu == engine_for_cuda and bool(machine.torch_cuda) >= machine.gpu
+    )
     kind = "cuda" if machine.gpu else "cpu"
     remedy = f"install the other lock: rm -rf .venv && HOTBUNK_DEVICE={kind} bash scripts/setup.sh"
-    wanted = "torch and vLLM built for CUDA" if machine.gpu else "vLLM built for CPU, and torch, any build"
+    wanted = (
+        "torch and vLLM built for CUDA" if machine.gpu else "vLLM built for CPU, and torch, any build"
+    )
     yield _finding("wheels", fact, wanted, right, remedy)
     if machine.gpu:
         least = DRIVERS.get(int((machine.torch_cuda or "0").partition(".")[0]), 0)
@@ -250,8 +297,13 @@ def _judge_wheels(machine: Machine) -> Iterator[Finding]:
 
 
 def _room(what: str, free_gib: float, of: str, look_with: str) -> Finding:
-    remedy = f"end the processes that hold the rest ({look_with} shows them): the trials need {FREE_GIB:g} GiB"
-    return _finding(what, f"{free_gib:.1f}{of} GiB free", f"{FREE_GIB:g} GiB free", free_gib >= FREE_GIB, remedy)
+    remedy = (
+        f"end the processes that hold the rest ({look_with} shows them): the trials need {FREE_GIB:g} "
+        "GiB"
+    )
+    return _finding(
+        what, f"{free_gib:.1f}{of} GiB free", f"{FREE_GIB:g} GiB free", free_gib >= FREE_GIB, remedy
+    )
 
 
 def _judge_allocator(allocator: Mapping[str, str]) -> Iterator[Finding]:
@@ -265,16 +317,24 @@ def _judge_allocator(allocator: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _judge_float32(variables: Mapping[str, str]) -> Finding:
-    """Return the finding about float32 products. torch's own variable is harmless, since a run sets the precision."""
+    """Return the finding about float32 products. torch's own variable is harmless, since a run sets
+    the precision.
+    """
     fine = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
     overriding = [name for name, value in fine.items() if variables.get(name, value) != value]
-    remedy = f"unset {' and '.join(overriding)}: trainer and engine would round float32 products differently"
+    remedy = (
+        f"unset {' and '.join(overriding)}: trainer and engine would round float32 products differently"
+    )
     wanted = "highest precision, and no variable that overrides it"
     return _finding("float32 products", float32_products(variables), wanted, not overriding, remedy)
 
 
-def judge_recipe(path: Path, overrides: list[str], machine: Machine, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields findings about a recipe's problems and memory, for a rank per device unless `environ` says otherwise."""
+def judge_recipe(
+    path: Path, overrides: list[str], machine: Machine, environ: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Yield findings about a recipe's problems and memory, for a rank per device unless `environ`
+    says otherwise.
+    """
     config = load_config(path, overrides)
     here = str(max(1, len(machine.devices)))
     environ = {"WORLD_SIZE": here, "LOCAL_WORLD_SIZE": environ.get("WORLD_SIZE", here)} | dict(environ)
@@ -286,10 +346,16 @@ def judge_recipe(path: Path, overrides: list[str], machine: Machine, environ: Ma
     config, _ = with_chosen_way(config, ranks, local_ranks(environ, ranks))
     config, _ = with_chosen_prefixes(config, models_of(config, "train"))
     model = model_sizes(config, config.model.path, config.lora)
-    total = min((device.total_gib for device in machine.devices), default=psutil.virtual_memory().total / GIB / ranks)
+    total = min(
+        (device.total_gib for device in machine.devices),
+        default=psutil.virtual_memory().total / GIB / ranks,
+    )
     parts = [*trainer_parts(config, model, ranks, total), *engine_parts(config, model, ranks, total)]
     needed = max(sum(getattr(part, column) for part in parts) for column in COLUMNS) / GIB
-    remedy = f"hotbunk plan {path} shows the parts; set policy.offload or policy.shard_size, or use more ranks"
+    remedy = (
+        f"hotbunk plan {path} shows the parts; set policy.offload or policy.shard_size, or use more "
+        "ranks"
+    )
     wanted = f"at most {total:.1f} GiB a rank"
     yield _finding("room for the recipe", f"{needed:.1f} GiB", wanted, needed <= total, remedy)
 
@@ -298,8 +364,10 @@ def _finding(what: str, fact: str, wanted: str, fine: bool, remedy: str) -> Find
     return Finding(what, fact, wanted, "ok" if fine else "failed", "" if fine else remedy)
 
 
-def trials(machine: Machine, findings: list[Finding], facts_only: bool) -> Iterator[tuple[str, int, str]]:
-    """Yields each trial with its number of ranks and the reason why it is not run, or ""."""
+def trials(
+    machine: Machine, findings: list[Finding], facts_only: bool
+) -> Iterator[tuple[str, int, str]]:
+    """Yield each trial with its number of ranks and the reason why it is not run, or ""."""
     needed = ("wheels", "driver", "memory of", "allocator", "ports", "sockets")
     first = next((f for f in findings if f.verdict == "failed" and f.what.startswith(needed)), None)
     reason = "--facts leaves trials out" if facts_only else f"first fix: {first.what}" if first else ""
@@ -314,7 +382,9 @@ def trials(machine: Machine, findings: list[Finding], facts_only: bool) -> Itera
 
 
 def run_trial(trial: str, ranks: int, cuda: bool) -> tuple[list[Finding], str]:
-    """Runs one trial in processes of its own; returns its findings, and the end of its output if it failed."""
+    """Run one trial in processes of its own; return its findings, and the end of its output if it
+    failed.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="hotbunk-doctor-") as folder:
@@ -325,11 +395,18 @@ def run_trial(trial: str, ranks: int, cuda: bool) -> tuple[list[Finding], str]:
             for rank in range(ranks):
                 environment = dict(os.environ)
                 if ranks > 1:
-                    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
+                    meeting = {
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": port,
+                        "RANK": rank,
+                        "LOCAL_RANK": rank,
+                    }
                     meeting |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
                     environment |= {name: str(value) for name, value in meeting.items()}
                 environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+                processes.append(
+                    subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+                )
             try:
                 codes = [process.wait(TRIAL_SECONDS) for process in processes]
                 failed = f"it ended with exit code {max(codes, key=abs)}" if any(codes) else ""
@@ -350,9 +427,10 @@ def run_trial(trial: str, ranks: int, cuda: bool) -> tuple[list[Finding], str]:
 
 
 def show(findings: list[Finding]) -> None:
-    """Prints the table, and below it a sentence for each row that failed or was not tried.
+    """Print the table, and below it a sentence for each row that failed or was not tried.
 
-    Where a terminal is too narrow for the longest words, the table goes without the column `wanted`.
+    Where a terminal is too narrow for the longest words, the table goes without the column
+    `wanted`.
     """
     styles = {"ok": "green", "failed": "bold red", "not tried": "yellow"}
     full = Table("what", "found", "wanted", "verdict", header_style="bold")
@@ -367,12 +445,17 @@ def show(findings: list[Finding]) -> None:
     console.print(full if narrowest <= console.width else short)
     for finding in findings:
         if finding.remedy:
-            console.print(f"{finding.what}: {finding.verdict}: {finding.remedy}", markup=False, soft_wrap=True)
+            console.print(
+                f"{finding.what}: {finding.verdict}: {finding.remedy}", markup=False, soft_wrap=True
+            )
 
 
 def write(path: Path, machine: Machine, findings: list[Finding], outputs: dict[str, str]) -> None:
-    """Writes doctor.json, to be attached to a bug report."""
-    report: dict[str, Any] = {"machine": asdict(machine), "findings": [asdict(finding) for finding in findings]}
+    """Write doctor.json, to be attached to a bug report."""
+    report: dict[str, Any] = {
+        "machine": asdict(machine),
+        "findings": [asdict(finding) for finding in findings],
+    }
     report["output"] = {trial: text for trial, text in outputs.items() if text}
     path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     print(f"doctor: wrote {path}", file=sys.stderr)

@@ -1,4 +1,5 @@
-"""The trials of `hotbunk doctor`: a tiny model goes through the phases of a run, with the code of a run.
+"""The trials of `hotbunk doctor`: a tiny model goes through the phases of a run, with the code of a
+run.
 
     python -m trainer.commands.doctor_trials TRIAL cpu|cuda FINDINGS.jsonl
 
@@ -42,23 +43,35 @@ PROMPTS, TOKENS = 8, 32  # of each shift: prompts, and tokens of an answer
 TEMPERATURES = (1.0, 0.7)  # of the answers after the first sync, and after the second
 SHIFTS = 10
 DRIFT_MIB = 64  # growth of memory over the shifts that is not a leak
-# Name, quantile and bound in nats: float32 differs in the last digits, bfloat16 by rounding of single logits.
+# Name, quantile and bound in nats: float32 differs in the last digits, bfloat16 by rounding of
+# single logits.
 GAPS = {"float32": ("largest gap", 1.0, 1e-3), "bfloat16": ("95th percentile of the gap", 0.95, 0.15)}
 
 ReportFn = Callable[[str, str, str, bool, str], None]
-"""(what was tried, the measured fact, the wanted one, True if ok, the remedy if not) -> None: records a finding."""
+"""(what was tried, the measured fact, the wanted one, True if ok, the remedy if not) -> None:
+records a finding.
+"""
 
 
 def make_model(folder: Path) -> Path:
-    """Makes a random Qwen2 of 4 million parameters, whose tokenizer has one token per number; returns `folder`."""
+    """Make a random Qwen2 of 4 million parameters, whose tokenizer has one token per number; return
+    `folder`.
+    """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     size = 512
     words = WordLevel({str(number): number for number in range(size)}, unk_token="0")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="1", pad_token="0").save_pretrained(folder)
-    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "max_position_embeddings": 512}
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), eos_token="1", pad_token="0"
+    ).save_pretrained(folder)
+    shape = {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 512,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -68,13 +81,19 @@ def make_model(folder: Path) -> Path:
 
 
 def recipe(folder: Path, device: str, way: str, ranks: int, dtype: str = "") -> TrainConfig:
-    """The configuration of a run with the model in `folder`; its data and rewards are never loaded.
+    """Return the configuration of a run with the model in `folder`; its data and rewards are never
+    loaded.
 
     By default it is in bfloat16 on CUDA, and in float32 on a CPU.
     """
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     in_place = WAYS[way].shares_memory or WAYS[way].reads_shards  # weights stay where they are
-    engine = {"max_model_len": 256, "max_num_seqs": 32, "kv_cache_gib": KV_CACHE_GIB, "plain_cpu_weights": True}
+    engine = {
+        "max_model_len": 256,
+        "max_num_seqs": 32,
+        "kv_cache_gib": KV_CACHE_GIB,
+        "plain_cpu_weights": True,
+    }
     return TrainConfig.model_validate(
         {
             "run": {"name": "doctor", "device": device},
@@ -101,7 +120,8 @@ class Trial:
         awake = self.engine_bytes()
         with agreed("putting the engine to sleep"):
             put_to_sleep(self.leader, config.engine.start_timeout_s)
-        self.released_bytes = awake - self.engine_bytes()  # when the engine fell asleep, before models were built
+        # When the engine fell asleep, before models were built
+        self.released_bytes = awake - self.engine_bytes()
         self.policy, _, _ = build_models(config, self.device)
         manager = build_sharding(config, self.policy, self.leader)
         assert isinstance(manager, ShardingManager)  # engines are on the ranks' devices
@@ -109,21 +129,27 @@ class Trial:
         self.manager.connect()
 
     def engine_bytes(self) -> int:
-        """The memory of the engine's workers: resident bytes on CPU, bytes in use on the devices on CUDA."""
+        """Return the memory of the engine's workers: resident bytes on CPU, bytes in use on the
+        devices on CUDA.
+        """
         nbytes = 0
         if self.leader is not None:
-            nbytes = self.leader.thread.run(self.leader.engine.memory_bytes(), 60, "asking for the engine's memory")
+            nbytes = self.leader.thread.run(
+                self.leader.engine.memory_bytes(), 60, "asking for the engine's memory"
+            )
         return sum(exchange(nbytes))
 
     def bytes(self) -> int:
-        """The memory of trainer and engine together, over all ranks."""
+        """Return the memory of trainer and engine together, over all ranks."""
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             return sum(exchange(total - free))
         return self.engine_bytes() + sum(exchange(resident_bytes()))
 
     def sample(self, temperature: float) -> MicroBatch:
-        """Samples answers to random prompts from the awake engine; returns one micro-batch, the same on all ranks."""
+        """Sample answers to random prompts from the awake engine; return one micro-batch, the same
+        on all ranks.
+        """
         numbers = random.Random(0)
         prompts = [[numbers.randrange(2, 512) for _ in range(8)] for _ in range(PROMPTS)]
         answers: list[dict[str, Any]] = []
@@ -132,12 +158,16 @@ class Trial:
 
             async def answers_to_all() -> list[Generation]:
                 requests = [
-                    engine.complete(ids, settings, seed=sample_seed(0, 0, n, 0), policy_version=self.policy.version)
+                    engine.complete(
+                        ids, settings, seed=sample_seed(0, 0, n, 0), policy_version=self.policy.version
+                    )
                     for n, ids in enumerate(prompts)
                 ]
                 return await asyncio.gather(*requests)
 
-            answers = [asdict(answer) for answer in self.leader.thread.run(answers_to_all(), 120, "sampling")]
+            answers = [
+                asdict(answer) for answer in self.leader.thread.run(answers_to_all(), 120, "sampling")
+            ]
         samples = []
         for prompt, answer in zip(prompts, exchange(answers)[0], strict=True):
             ids, start = answer["token_ids"], len(prompt)
@@ -146,14 +176,18 @@ class Trial:
         return micro_batches(samples, 8192, 0, self.device, count=1)[0]
 
     def gap(self, batch: MicroBatch, temperature: float) -> tuple[str, float, float]:
-        """The name, value and bound, in nats, of the gap between the engine's and the policy's log-probabilities."""
+        """Return the name, value and bound, in nats, of the gap between the engine's and the
+        policy's log-probabilities.
+        """
         [outputs] = self.policy.score([batch], temperature)
         differences = batch.trained(outputs.logprobs - batch.engine_logprobs).abs()
         name, quantile, bound = GAPS[self.config.policy.dtype]
         return name, torch.quantile(differences, quantile).item(), bound
 
     def learn(self, *batches: MicroBatch) -> None:
-        """Runs one optimizer step that makes the answers likelier, so that the next sync has changes to send."""
+        """Run one optimizer step that makes the answers likelier, so that the next sync has changes
+        to send.
+        """
 
         def loss(batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
             return -(outputs.logprobs * batch.loss_mask).sum() / batch.loss_mask.sum() / world_size(), {}
@@ -162,14 +196,16 @@ class Trial:
 
 
 def one_engine(trial: Trial, report: ReportFn) -> None:
-    """Tries start, sleep, wake, a sync, an optimizer step, another sync, and shifts in which memory stays flat."""
+    """Try start, sleep, wake, a sync, an optimizer step, another sync, and shifts in which memory
+    stays flat.
+    """
     report("engine", f"started in {trial.start_seconds:.0f} s", "a start", True, "")
     report_sleep(trial, report)
     report_shifts(trial, report_syncs(trial, report), report)
 
 
 def report_shifts(trial: Trial, batch: MicroBatch, report: ReportFn) -> None:
-    """Reports whether memory stays flat over shifts."""
+    """Report whether memory stays flat over shifts."""
     used = []
     for _ in range(SHIFTS):
         trial.learn(batch)
@@ -183,36 +219,59 @@ def report_shifts(trial: Trial, batch: MicroBatch, report: ReportFn) -> None:
 
 
 def report_sleep(trial: Trial, report: ReportFn) -> None:
-    """Reports the memory that a sleeping engine releases: the weights and, if allocated in advance, the KV cache."""
+    """Report the memory that a sleeping engine releases: the weights and, if allocated in advance,
+    the KV cache.
+    """
     released = trial.released_bytes / MIB
-    held = sum(p.numel() for _, p in trial.policy.named_parameters()) * (2 if trial.device.type == "cuda" else 4) / MIB
+    held = (
+        sum(p.numel() for _, p in trial.policy.named_parameters())
+        * (2 if trial.device.type == "cuda" else 4)
+        / MIB
+    )
     wanted = 0.8 * (held + (KV_CACHE_GIB * 1024 if trial.device.type == "cuda" else 0))
-    remedy = "vLLM's sleep mode does not free memory here: set engine.sleep to false, if trainer and engine both fit"
-    report("sleep", f"{released:.0f} MiB released", f"at least {wanted:.0f} MiB", released >= wanted, remedy)
+    remedy = (
+        "vLLM's sleep mode does not free memory here: set engine.sleep to false, if trainer and engine "
+        "both fit"
+    )
+    report(
+        "sleep", f"{released:.0f} MiB released", f"at least {wanted:.0f} MiB", released >= wanted, remedy
+    )
 
 
 def report_syncs(trial: Trial, report: ReportFn) -> MicroBatch:
-    """Reports two syncs with an optimizer step between them, and the gap after each; returns the last answers."""
+    """Report two syncs with an optimizer step between them, and the gap after each; return the last
+    answers.
+    """
     remedy = "the engine does not have the policy's weights: report this with doctor.json"
-    for sync, temperature in zip(("first sync", "sync after an optimizer step"), TEMPERATURES, strict=True):
+    for sync, temperature in zip(
+        ("first sync", "sync after an optimizer step"), TEMPERATURES, strict=True
+    ):
         with trial.manager.generation_shift(trial.policy):
             verified, seconds = trial.manager.report.verified, trial.manager.report.seconds["sync"]
             batch = trial.sample(temperature)
         fact = f"verified: {verified or 'no'}, {seconds * 1e3:.0f} ms"
         report(sync, fact, "verified: full", verified == "full", remedy)
         name, gap, bound = trial.gap(batch, temperature)
-        report(f"gap at temperature {temperature:g}", f"{name} {gap:.1e} nats", f"{bound:g} nats", gap <= bound, remedy)
+        report(
+            f"gap at temperature {temperature:g}",
+            f"{name} {gap:.1e} nats",
+            f"{bound:g} nats",
+            gap <= bound,
+            remedy,
+        )
         trial.learn(batch)
     return batch
 
 
 def float32(trial: Trial, report: ReportFn) -> None:
-    """Tries float32, in which trainer and engine agree closely if neither rounds its products to TF32."""
+    """Try float32, in which trainer and engine agree closely if neither rounds its products to
+    TF32.
+    """
     report_syncs(trial, report)
 
 
 def zero_copy(trial: Trial, report: ReportFn) -> None:
-    """Tries policy and engine in one memory, where later syncs move nothing."""
+    """Try policy and engine in one memory, where later syncs move nothing."""
     report_syncs(trial, report)
     with trial.manager.generation_shift(trial.policy):
         moved = trial.manager.report.nbytes
@@ -221,7 +280,9 @@ def zero_copy(trial: Trial, report: ReportFn) -> None:
 
 
 def pull(trial: Trial, report: ReportFn) -> None:
-    """Tries an engine that reads the policy's shards, where later syncs stage nothing and map nothing again."""
+    """Try an engine that reads the policy's shards, where later syncs stage nothing and map nothing
+    again.
+    """
     report_shifts(trial, report_syncs(trial, report), report)
     with trial.manager.generation_shift(trial.policy):
         staged, seconds = trial.manager.report.staging_bytes, trial.manager.report.seconds["sync"]
@@ -230,7 +291,7 @@ def pull(trial: Trial, report: ReportFn) -> None:
 
 
 def tensor_parallel(trial: Trial, report: ReportFn) -> None:
-    """Tries one engine of two ranks, whose collectives use NCCL on CUDA."""
+    """Try one engine of two ranks, whose collectives use NCCL on CUDA."""
     report("engine of two ranks", f"started in {trial.start_seconds:.0f} s", "a start", True, "")
     report_sleep(trial, report)
     report_syncs(trial, report)
@@ -247,7 +308,7 @@ TRIED_WAYS = {"pull": "pull", "zero copy": "zero_copy"}
 
 
 def main(name: str, device: str, findings: Path) -> int:
-    """Runs one rank of one trial."""
+    """Run one rank of one trial."""
     processes.install_signal_handlers(lambda: name)
     init_process_group(300, device)
     with ExitStack() as resources:
@@ -263,7 +324,9 @@ def main(name: str, device: str, findings: Path) -> int:
 
         def report(what: str, fact: str, wanted: str, ok: bool, remedy: str) -> None:
             if is_main():
-                finding = Finding(prefix + what, fact, wanted, "ok" if ok else "failed", "" if ok else remedy)
+                finding = Finding(
+                    prefix + what, fact, wanted, "ok" if ok else "failed", "" if ok else remedy
+                )
                 file.write(json.dumps(asdict(finding)) + "\n")
                 file.flush()
 

@@ -42,22 +42,28 @@ Results = dict[str, Any]  # the contents of eval.json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments to its parser."""
+    """Add the command's arguments to its parser."""
     parser.description = (
         "Sample answers to the recipe's held-out prompts (eval.datasets; without them data.path), "
-        "score them with its rewards, and write eval.json and completions.jsonl. Keys of the recipe are overridden by "
-        "--section.key value, such as --eval.samples 16 --eval.temperature 0.8 --eval.k '[1, 4, 16]'; "
-        "hotbunk train --help lists them."
+        "score them with its rewards, and write eval.json and completions.jsonl. Keys of the recipe "
+        "are overridden by --section.key value, such as --eval.samples 16 --eval.temperature 0.8 "
+        "--eval.k '[1, 4, 16]'; hotbunk train --help lists them."
     )
     add_model_arguments(parser)
-    parser.add_argument("recipe", nargs="?", type=path_argument, help="YAML file (default: the recipe of the run)")
     parser.add_argument(
-        "--output", type=path_argument, help="output folder (default: MODEL/eval for a run, or runs/eval/MODEL)"
+        "recipe", nargs="?", type=path_argument, help="YAML file (default: the recipe of the run)"
+    )
+    parser.add_argument(
+        "--output",
+        type=path_argument,
+        help="output folder (default: MODEL/eval for a run, or runs/eval/MODEL)",
     )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs the command. Raises UserError before anything is started; after that it ends the process itself."""
+    """Run the command. Raises UserError before anything is started; after that it ends the process
+    itself.
+    """
     config = evaluation_config(arguments.model, arguments.recipe, arguments.overrides, arguments.step)
     check_config(config, "eval")
     model = run_folder(arguments.model)  # a run's results go to its folder, a model's to runs/eval
@@ -70,19 +76,26 @@ def main(arguments: argparse.Namespace) -> int:
     processes.run(lambda: evaluate(evaluation, output))
 
 
-def evaluation_config(model: str, recipe: Path | None, overrides: list[str], step: int | None = None) -> TrainConfig:
-    """The recipe (None: that of the run) with `model` in place of its model, and an engine without a trainer beside it.
+def evaluation_config(
+    model: str, recipe: Path | None, overrides: list[str], step: int | None = None
+) -> TrainConfig:
+    """Return the recipe (None: that of the run) with `model` in place of its model, and an engine
+    without a trainer beside it.
 
     If it names no held-out prompts, its training prompts are evaluated.
     """
     run = run_folder(model) / "config.yaml"
     if recipe is None and not run.is_file():
-        raise UserError(f"{model} is not a run's folder: name a recipe after it, which has the data and rewards")
+        raise UserError(
+            f"{model} is not a run's folder: name a recipe after it, which has the data and rewards"
+        )
     fixed = {"model.path": str(model_folder(model, step)), "lora.rank": 0, "lora.start": None}
     fixed |= {"engine.sleep": False, "engine.load_format": "auto"}
     if run.is_file():
         fixed["model.tokenizer"] = None  # the run has saved its tokenizer with the model
-    config = load_config(recipe or run, [*(f"{key}={json.dumps(value)}" for key, value in fixed.items()), *overrides])
+    config = load_config(
+        recipe or run, [*(f"{key}={json.dumps(value)}" for key, value in fixed.items()), *overrides]
+    )
     if config.eval.datasets:
         return config
     data = config.data
@@ -91,10 +104,12 @@ def evaluation_config(model: str, recipe: Path | None, overrides: list[str], ste
 
 
 class Evaluation:
-    """An evaluation's data, rewards and rollout, which are loaded and checked before the engine is started."""
+    """An evaluation's data, rewards and rollout, which are loaded and checked before the engine is
+    started.
+    """
 
     def __init__(self, config: TrainConfig) -> None:
-        """Loads everything except the engine. Raises UserError."""
+        """Load everything except the engine. Raises UserError."""
         self.config = config
         self.tokenizer = load_tokenizer(config.model)
         self.level = RolloutLevel(config, self.tokenizer, start_server)
@@ -105,7 +120,9 @@ class Evaluation:
         for line in (*unread_keys(self.tokenizer, self.level.data), *self.ends.remarks):
             say(line)
         self.held_outs = load_held_outs(config, self.level, self.tokenizer, self.ends.ids)
-        datasets = {config.eval.datasets[held_out.name].path: held_out.prompts for held_out in self.held_outs}
+        datasets = {
+            config.eval.datasets[held_out.name].path: held_out.prompts for held_out in self.held_outs
+        }
         check_token_ids(datasets, self.tokenizer, config.model)
         datasets = {f"eval.datasets.{held_out.name}": held_out.prompts for held_out in self.held_outs}
         seed, timeout_s = config.run.seed, config.reward.timeout_s
@@ -113,15 +130,29 @@ class Evaluation:
             say(line)
 
     def answers(self, leader: Leader) -> dict[str, list[Answer]]:
-        """Samples and scores the answers of every dataset, by an engine that has the model's weights as version 0."""
+        """Sample and score the answers of every dataset, by an engine that has the model's weights
+        as version 0.
+        """
         most = self.config.rollout.max_error_rate
-        pool = Pool(leader, self.tokenizer, self.rewards, HashStore(), self.level, max_error_rate=most, ends=self.ends)
+        pool = Pool(
+            leader,
+            self.tokenizer,
+            self.rewards,
+            HashStore(),
+            self.level,
+            max_error_rate=most,
+            ends=self.ends,
+        )
         with closing(pool), self.rewards:
-            # These are the samples that a training run with this seed would draw before its first step.
-            return {held_out.name: sample_held_out(self.config, pool, held_out) for held_out in self.held_outs}
+            # These are the samples that a training run with this seed would draw before its first
+            # step.
+            return {
+                held_out.name: sample_held_out(self.config, pool, held_out)
+                for held_out in self.held_outs
+            }
 
     def results(self, answers: dict[str, list[Answer]]) -> Results:
-        """The figures of every dataset, with its sampling settings."""
+        """Return the figures of every dataset, with its sampling settings."""
         labels = self.rewards.labels
         datasets = {}
         for held_out in self.held_outs:
@@ -140,17 +171,19 @@ class Evaluation:
         return {"model": self.config.model.path, "seed": self.config.run.seed, "datasets": datasets}
 
     def rows(self, answers: dict[str, list[Answer]]) -> list[dict[str, Any]]:
-        """The rows of completions.jsonl, one for every answer."""
+        """Return the rows of completions.jsonl, one for every answer."""
         return [
             {"dataset": held_out.name} | row | {"vote": answer.vote}
             for held_out in self.held_outs
             for dataset in [answers[held_out.name]]
-            for answer, row in zip(dataset, answer_rows(dataset, list(held_out.prompts), self.tokenizer), strict=True)
+            for answer, row in zip(
+                dataset, answer_rows(dataset, list(held_out.prompts), self.tokenizer), strict=True
+            )
         ]
 
 
 def evaluate(evaluation: Evaluation, folder: Path) -> int:
-    """Starts the engine, samples, and writes results to `folder` and to the screen."""
+    """Start the engine, sample, and write results to `folder` and to the screen."""
     config, began = evaluation.config, time.perf_counter()
     answers: dict[str, list[Answer]] = {}
 
@@ -158,7 +191,9 @@ def evaluate(evaluation: Evaluation, folder: Path) -> int:
         try:
             answers.update(evaluation.answers(leader))
         except NotFiniteError as error:
-            raise UserError(f"{error}: look at the weights of {config.model.path} and at engine.dtype") from error
+            raise UserError(
+                f"{error}: look at the weights of {config.model.path} and at engine.dtype"
+            ) from error
         return 0
 
     settings = engine_settings(config, resolve_device(config) == "cuda")
@@ -176,16 +211,22 @@ def evaluate(evaluation: Evaluation, folder: Path) -> int:
     for name, dataset in answers.items():
         for line in failure_lines(dataset, reward_errors(dataset), "count as wrong"):
             console.print(f"{name}: {line}", soft_wrap=True, markup=False)
-    console.print(f"{folder / 'eval.json'}, and every answer in {folder / 'completions.jsonl'}", soft_wrap=True)
+    console.print(
+        f"{folder / 'eval.json'}, and every answer in {folder / 'completions.jsonl'}", soft_wrap=True
+    )
     return 0
 
 
 def tables(results: Results, width: int) -> Iterator[Table]:
-    """Yield tables with a row for each figure and a column for each dataset, as many as `width` characters hold."""
+    """Yield tables with a row for each figure and a column for each dataset, as many as `width`
+    characters hold.
+    """
     names = list(results["datasets"])
     figures = {name: _figures(results["datasets"][name]) for name in names}
     titles = list(figures[names[0]])
-    column = 3 + max(map(len, [*names, *(text for texts in figures.values() for text in texts.values())]))
+    column = 3 + max(
+        map(len, [*names, *(text for texts in figures.values() for text in texts.values())])
+    )
     room = width - 4 - max(map(len, titles))
     count = max(1, room // column)
     for first in range(0, len(names), count):

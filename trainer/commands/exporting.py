@@ -1,4 +1,6 @@
-"""Export of a checkpoint's policy as a model in Hugging Face format, for commands that open models."""
+"""Export of a checkpoint's policy as a model in Hugging Face format, for commands that open
+models.
+"""
 
 import shutil
 import warnings
@@ -20,15 +22,18 @@ from trainer.run.checkpoint_reading import read_metadata, read_tensors
 
 
 def export(checkpoint: Path, run: Path) -> Path:
-    """Writes the checkpoint's model to `model_step_N` in the run's folder, unless it exists, and returns that folder.
+    """Write the checkpoint's model to `model_step_N` in the run's folder, unless it exists, and
+    return that folder.
 
-    Raises UserError if the checkpoint is damaged or belongs to another model, or if the folder cannot be written.
+    Raises UserError if the checkpoint is damaged or belongs to another model, or if the folder
+    cannot be written.
     """
     folder = run / f"model_{checkpoint.name}"
     kept, unfinished = folder / COMPLETE_MARKER, folder.with_name(f"{folder.name}.tmp")
     try:
         marker = (checkpoint / COMPLETE_MARKER).read_bytes()
-        if kept.is_file() and kept.read_bytes() == marker:  # else a restarted run has reached this step again
+        if kept.is_file() and kept.read_bytes() == marker:
+            # else a restarted run has reached this step again
             return folder
         verify(checkpoint)
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -43,16 +48,22 @@ def export(checkpoint: Path, run: Path) -> Path:
 
 
 def _write_model(checkpoint: Path, config: TrainConfig, folder: Path) -> None:
-    """Writes what the policy's `save_pretrained` would; weights that are not trained come from `model.path`."""
+    """Write what the policy's `save_pretrained` would; weights that are not trained come from
+    `model.path`.
+    """
     metadata = read_metadata(checkpoint)
 
     def value(name: str, shape: torch.Size) -> Tensor | None:
-        """The checkpoint's tensor of this name, or the initial value if the checkpoint has none."""
+        """Return the checkpoint's tensor of this name, or the initial value if the checkpoint has
+        none.
+        """
         entry = metadata.state_dict_metadata.get(f"policy.model.{name}")
         if not isinstance(entry, TensorStorageMetadata):
             return start_value(name, shape, config.lora.seed)
         if entry.size != shape:
-            raise UserError(f"{checkpoint} is not of the model {config.model.path}: {name} has another shape there")
+            raise UserError(
+                f"{checkpoint} is not of the model {config.model.path}: {name} has another shape there"
+            )
         tensor = torch.empty(shape)
         read_tensors(checkpoint, metadata, {f"policy.model.{name}": tensor})
         return tensor
@@ -61,7 +72,8 @@ def _write_model(checkpoint: Path, config: TrainConfig, folder: Path) -> None:
     model = hf_format.build_meta_model(source, config.model, dtype, torch.device("cpu"))
     if config.lora.rank:
         add_adapters(model, config.lora, torch.float32, "meta")
-    with warnings.catch_warnings(action="ignore"):  # they are about tensors that are not read from the files
+    with warnings.catch_warnings(action="ignore"):
+        # they are about tensors that are not read from the files
         hf_format.load_sharded(model, source, torch.device("cpu"), value)
     hf_format.save_pretrained(model, folder, dtype, source)
     load_tokenizer(config.model).save_pretrained(folder)

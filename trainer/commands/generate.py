@@ -40,30 +40,45 @@ _SPARE = 512  # tokens of KV cache: vLLM rounds up to blocks, and keeps one bloc
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments to its parser."""
+    """Add the command's arguments to its parser."""
     add_model_arguments(parser)
-    parser.add_argument("--prompt", help="prompt to answer; without it, the command chats on the terminal")
+    parser.add_argument(
+        "--prompt", help="prompt to answer; without it, the command chats on the terminal"
+    )
     parser.add_argument("--system", help="system message")
-    longest = f"most tokens of an answer (default: {LONGEST_ANSWER}, or fewer if the run was trained with fewer)"
+    longest = (
+        f"most tokens of an answer (default: {LONGEST_ANSWER}, or fewer if the run was trained with "
+        "fewer)"
+    )
     parser.add_argument("--max-tokens", type=int, help=longest)
-    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: 0, greedy)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="sampling temperature (default: 0, greedy)"
+    )
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that choose a model for `model_folder`."""
-    parser.add_argument("model", type=expanded_argument, help="folder of a run, a checkpoint or a model, or a hub name")
+    """Add the arguments that choose a model for `model_folder`."""
+    parser.add_argument(
+        "model", type=expanded_argument, help="folder of a run, a checkpoint or a model, or a hub name"
+    )
     step = "use the checkpoint of this step (default: the run's result, or its newest checkpoint)"
     parser.add_argument("--step", type=int, help=step)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs the command. Raises UserError before anything is started; after that it ends the process itself."""
+    """Run the command. Raises UserError before anything is started; after that it ends the process
+    itself.
+    """
     if (arguments.max_tokens is not None and arguments.max_tokens < 1) or arguments.temperature < 0:
         raise UserError("--max-tokens must be at least 1, and --temperature at least 0")
     settings = engine_settings(arguments.model, arguments.step)
     chat = ChatSession(load_tokenizer(ModelConfig(path=settings.model)), arguments.system)
-    if chat.tokenizer.chat_template is None and (arguments.prompt is None or arguments.system is not None):
-        raise UserError(f"{settings.model} has no chat template: give a --prompt to continue, and no --system")
+    if chat.tokenizer.chat_template is None and (
+        arguments.prompt is None or arguments.system is not None
+    ):
+        raise UserError(
+            f"{settings.model} has no chat template: give a --prompt to continue, and no --system"
+        )
     if arguments.prompt is not None:
         chat.ask(arguments.prompt)
     sampled = training_sampling(Path(settings.model))
@@ -77,45 +92,57 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def run_folder(name: str) -> Path:
-    """The run's folder if `name` is a checkpoint; any other folder as it is."""
+    """Return the run's folder if `name` is a checkpoint; any other folder as it is."""
     folder = Path(name)
     return folder.absolute().parents[1] if is_complete(folder) else folder
 
 
 def model_folder(name: str, step: int | None = None) -> Path:
-    """The folder or hub name of the model that `name` stands for: a model, a checkpoint, or a run.
+    """Return the folder or hub name of the model that `name` stands for: a model, a checkpoint, or
+    a run.
 
-    A run's model is its result or, if there is none yet or the run has continued since, the policy of its newest
-    checkpoint; with `step`, it is the policy of that step's checkpoint. A line on stderr says which checkpoint is used.
-    Raises UserError if there is no such model.
+    A run's model is its result or, if there is none yet or the run has continued since, the policy
+    of its newest checkpoint; with `step`, it is the policy of that step's checkpoint. A line on
+    stderr says which checkpoint is used. Raises UserError if there is no such model.
     """
     folder, run = Path(name), run_folder(name)
     chosen = folder if run != folder else None
     if not (run / "config.yaml").is_file():
         if chosen or step is not None:
-            raise UserError(f"{name} is not in a run's folder with a config.yaml, which describes the model")
+            raise UserError(
+                f"{name} is not in a run's folder with a config.yaml, which describes the model"
+            )
         return folder
     if step is not None:
         chosen = run / "checkpoints" / f"step_{step}"
         if not is_complete(chosen):
-            raise UserError(f"--step: {chosen} is not a complete checkpoint: choose another one in its folder")
+            raise UserError(
+                f"--step: {chosen} is not a complete checkpoint: choose another one in its folder"
+            )
     elif chosen is None:
         result, chosen = run / "model" / "config.json", latest_complete(run / "checkpoints")
         newest = 0.0 if chosen is None else (chosen / COMPLETE_MARKER).stat().st_mtime
         if result.is_file() and result.stat().st_mtime >= newest:
             return result.parent
     if chosen is None:
-        raise UserError(f"{name} has no model yet: its run is not finished, and no checkpoint is complete")
+        raise UserError(
+            f"{name} has no model yet: its run is not finished, and no checkpoint is complete"
+        )
     print(f"the policy of {chosen}, after step {chosen.name.removeprefix('step_')}", file=sys.stderr)
-    try:  # in a separate process, since the threads of torch's operations would not survive the guardian's fork
+    try:
+        # in a separate process, since the threads of torch's operations would not survive the
+        # guardian's fork
         with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
             return process.submit(export, chosen, run).result()
     except BrokenProcessPool as error:
-        raise UserError(f"exporting the policy of {chosen} was killed, usually for lack of memory") from error
+        raise UserError(
+            f"exporting the policy of {chosen} was killed, usually for lack of memory"
+        ) from error
 
 
 def training_sampling(folder: Path) -> dict[str, Any]:
-    """Read the keys of `sampling` with which a run's model was trained; empty for a model that is not a run's.
+    """Read the keys of `sampling` with which a run's model was trained; empty for a model that is
+    not a run's.
 
     Such a model may not end answers that are longer than in its training.
     """
@@ -126,7 +153,9 @@ def training_sampling(folder: Path) -> dict[str, Any]:
 
 
 def engine_settings(name: str, step: int | None = None) -> EngineSettings:
-    """The settings of an engine for one conversation with a model (`model_folder`), in the model's dtype."""
+    """Return the settings of an engine for one conversation with a model (`model_folder`), in the
+    model's dtype.
+    """
     folder = model_folder(name, step)
     try:
         config = model_config(str(folder))
@@ -149,7 +178,9 @@ def engine_settings(name: str, step: int | None = None) -> EngineSettings:
 
 
 class ChatSession:
-    """A conversation as token ids. Earlier messages are never encoded again: a prompt begins with all ids before it."""
+    """A conversation as token ids. Earlier messages are never encoded again: a prompt begins with
+    all ids before it.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> None:
         self.tokenizer = tokenizer
@@ -157,7 +188,9 @@ class ChatSession:
         self._system = [] if system is None else [{"role": "system", "content": system}]
 
     def ask(self, text: str) -> list[int]:
-        """Adds a message of the user and returns the prompt's ids; without a chat template, those of the text alone."""
+        """Add a message of the user and return the prompt's ids; without a chat template, those of
+        the text alone.
+        """
         if self.tokenizer.chat_template is None:
             [self.ids] = plain_ids(self.tokenizer, [text])
             return self.ids
@@ -180,7 +213,8 @@ class Typing:
         self._printed = ""
 
     def grow(self, ids: list[int]) -> None:
-        """Prints the new text of the answer's ids, without a last character whose bytes are incomplete.
+        """Print the new text of the answer's ids, without a last character whose bytes are
+        incomplete.
 
         It prints nothing if the text of earlier ids has changed.
         """
@@ -190,13 +224,15 @@ class Typing:
             self._printed = text
 
     def finish(self, text: str) -> None:
-        """Prints the rest of the complete answer, or all of it on a new line if different text has been printed."""
+        """Print the rest of the complete answer, or all of it on a new line if different text has
+        been printed.
+        """
         print(text[len(self._printed) :] if text.startswith(self._printed) else f"\n{text}", flush=True)
         self._printed = ""
 
 
 def converse(settings: EngineSettings, chat: ChatSession, sampling: SamplingSettings) -> int:
-    """Answers the prompt in `chat` or, without one, what the user types, until Ctrl-D.
+    """Answer the prompt in `chat` or, without one, what the user types, until Ctrl-D.
 
     On a terminal answers are printed while they grow.
     """
@@ -206,7 +242,9 @@ def converse(settings: EngineSettings, chat: ChatSession, sampling: SamplingSett
     def job(leader: Leader) -> int:
         for prompt in [chat.ids] if chat.ids else _typed(chat):
             seed = int.from_bytes(os.urandom(7))
-            request = leader.engine.complete(prompt, sampling, seed=seed, policy_version=0, on_ids=on_ids)
+            request = leader.engine.complete(
+                prompt, sampling, seed=seed, policy_version=0, on_ids=on_ids
+            )
             answer = leader.thread.run(request, 3600, "the answer")
             chat.ids = prompt + answer.token_ids
             text = chat.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
@@ -220,7 +258,9 @@ _CHAT_HELP = "/new begins a new conversation, /quit or Ctrl-D ends, Ctrl-C stops
 
 
 def _typed(chat: ChatSession) -> Iterator[list[int]]:
-    """Yield the prompt after each line that is typed; on a terminal, lines such as /help are not for the model."""
+    """Yield the prompt after each line that is typed; on a terminal, lines such as /help are not
+    for the model.
+    """
     interactive = sys.stdin.isatty()
     with suppress(EOFError):
         while True:

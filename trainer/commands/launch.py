@@ -1,7 +1,7 @@
-"""Starts the ranks of `hotbunk train` and `hotbunk sft` on this machine.
+"""Start the ranks of `hotbunk train` and `hotbunk sft` on this machine.
 
-The process checks the recipe, then becomes the launcher of the ranks (`trainer/launcher.py`), or the supervisor above
-the launcher (`trainer/run/supervisor.py`).
+The process checks the recipe, then becomes the launcher of the ranks (`trainer/launcher.py`), or
+the supervisor above the launcher (`trainer/run/supervisor.py`).
 """
 
 import os
@@ -29,21 +29,24 @@ _WITHOUT_RANKS = {"-h", "--help", "--dry-run", "--check"}
 
 
 def launch(argv: Sequence[str]) -> None:
-    """Replace this process with the launcher of the ranks; `argv` is `train` or `sft` with its arguments.
+    """Replace this process with the launcher of the ranks; `argv` is `train` or `sft` with its
+    arguments.
 
-    A mistake in the recipe ends the process with the exit code of the check. The function returns only for options that
-    are answered without ranks, with the number of ranks there would be in WORLD_SIZE. Raises UserError if one of the
-    environment variables is wrong.
+    A mistake in the recipe ends the process with the exit code of the check. The function returns
+    only for options that are answered without ranks, with the number of ranks there would be in
+    WORLD_SIZE. Raises UserError if one of the environment variables is wrong.
     """
     if forgotten := put_in_order():
         print(f"[hotbunk] {forgotten}", file=sys.stderr)
     _require_own_packages()
-    for name in [name for name in os.environ if name.startswith("PET_")]:  # options of torchrun, of another launcher
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        # options of torchrun, of another launcher
         del os.environ[name]
     count = _number("NPROC_PER_NODE", 1, 1024)
     nodes, restarts = _number("NNODES", 1, 100000), _number("RESTARTS", 0, 1000000)
     ranks = count if os.environ.get("NPROC_PER_NODE") else max(1, _count_gpus())
-    os.environ["PYTHONSAFEPATH"] = "1"  # the current folder may have a trainer, a generation or a sharding of its own
+    # The current folder may have a trainer, a generation or a sharding of its own
+    os.environ["PYTHONSAFEPATH"] = "1"
     _set_default("OMP_NUM_THREADS", max(1, len(os.sched_getaffinity(0)) // ranks))
     if _WITHOUT_RANKS.intersection(argv):
         os.environ["WORLD_SIZE"] = str(nodes * ranks)
@@ -51,16 +54,21 @@ def launch(argv: Sequence[str]) -> None:
     require_loopback()
     rendezvous = _rendezvous(nodes) if nodes > 1 else []
     _check(argv, nodes * ranks)
-    # Ranks that have not ended this long after SIGTERM are killed. They end themselves some seconds after
-    # checkpoint.grace_s, so torchrun must only not be faster. It is a variable because older torchruns lack the flag.
+    # Ranks that have not ended this long after SIGTERM are killed. They end themselves some seconds
+    # after checkpoint.grace_s, so torchrun must only not be faster. It is a variable because older
+    # torchruns lack the flag.
     _set_default("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600)
     launcher = ["trainer.run.supervisor", str(restarts)] if restarts else ["trainer.launcher"]
     per_node = ["--nproc-per-node", str(ranks)]
-    os.execv(sys.executable, [sys.executable, "-m", *launcher, *rendezvous, *per_node, "-m", "trainer", *argv])
+    os.execv(
+        sys.executable, [sys.executable, "-m", *launcher, *rendezvous, *per_node, "-m", "trainer", *argv]
+    )
 
 
 def _require_own_packages() -> None:
-    """Raise UserError where PYTHONPATH names a folder whose packages this command's processes would take for ours."""
+    """Raise UserError where PYTHONPATH names a folder whose packages this command's processes would
+    take for ours.
+    """
     own = Path(__file__).resolve().parents[2]
     for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         folder = Path(entry).resolve()
@@ -69,11 +77,14 @@ def _require_own_packages() -> None:
         for package in ("trainer", "generation", "sharding"):
             if (folder / package / "__init__.py").is_file():
                 remedy = f"take {entry} out of PYTHONPATH, or rename that package"
-                raise UserError(f"{folder / package} hides Hotbunk's package {package} by PYTHONPATH: {remedy}")
+                raise UserError(
+                    f"{folder / package} hides Hotbunk's package {package} by PYTHONPATH: {remedy}"
+                )
 
 
 def _check(argv: Sequence[str], world_size: int) -> None:
-    """Check the recipe in another process, so that a mistake is reported once; leaves with its exit code if it fails.
+    """Check the recipe in another process, so that a mistake is reported once; leaves with its exit
+    code if it fails.
 
     SIGHUP, SIGINT and SIGTERM end the check and this process.
     """
@@ -102,7 +113,7 @@ def _check(argv: Sequence[str], world_size: int) -> None:
 
 
 def _rendezvous(nodes: int) -> list[str]:
-    """The launcher's options for a run on several nodes."""
+    """Return the launcher's options for a run on several nodes."""
     node, port = _number("NODE_RANK", 0, nodes - 1), _number("MASTER_PORT", 1, 65535, 29500)
     address = os.environ.get("MASTER_ADDR")
     if not address or not os.environ.get("NODE_RANK"):
@@ -112,7 +123,9 @@ def _rendezvous(nodes: int) -> list[str]:
 
 
 def _number(name: str, least: int, most: int, default: int | None = None) -> int:
-    """The number in an environment variable; unset or empty, it is `default`, or without one `least`."""
+    """Return the number in an environment variable; unset or empty, it is `default`, or without one
+    `least`.
+    """
     text = os.environ.get(name) or str(least if default is None else default)
     if not re.fullmatch("0|[1-9][0-9]{0,6}", text) or not least <= int(text) <= most:
         raise UserError(f"{name} is {quoted(text)}: give it as a whole number from {least} to {most}.")
@@ -125,12 +138,16 @@ def _set_default(name: str, value: int) -> None:
 
 
 def _count_gpus() -> int:
-    """Counts the entries of CUDA_VISIBLE_DEVICES or, where that is unset, the GPUs that nvidia-smi lists."""
+    """Count the entries of CUDA_VISIBLE_DEVICES or, where that is unset, the GPUs that nvidia-smi
+    lists.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in re.split("[,\n]", visible) if name])
     try:
-        listing = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        listing = subprocess.run(
+            ["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
     except OSError:
         return 0
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())

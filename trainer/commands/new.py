@@ -41,13 +41,23 @@ checkpoint: {{every: 10}}  # the same command continues from here after Ctrl-C
 reward: {{functions: [{reward}]}}
 """
 TINY = {
-    "prompt": 64, "answer": 8, "length": 128, "group": 16, "engine": "kv_cache_gib: 0.0625, plain_cpu_weights: true",
-    "policy": "dtype: float32, lr: 5.0e-4", "further": "",
-}  # fmt: skip
+    "prompt": 64,
+    "answer": 8,
+    "length": 128,
+    "group": 16,
+    "engine": "kv_cache_gib: 0.0625, plain_cpu_weights: true",
+    "policy": "dtype: float32, lr: 5.0e-4",
+    "further": "",
+}
 RELEASED = {
-    "prompt": 256, "answer": 64, "length": 512, "group": 8, "engine": "kv_cache_gib: 1",
-    "policy": "lr: 2.0e-6", "further": "",
-}  # fmt: skip
+    "prompt": 256,
+    "answer": 64,
+    "length": 512,
+    "group": 8,
+    "engine": "kv_cache_gib: 1",
+    "policy": "lr: 2.0e-6",
+    "further": "",
+}
 
 ALL_WEIGHTS = {"policy": "lr: 2.0e-6"}
 RECOMPUTED = {"policy": "lr: 2.0e-6, activation_checkpointing: full"}
@@ -55,25 +65,34 @@ ON_HOST = {"policy": "lr: 2.0e-6, activation_checkpointing: full, update_on: hos
 ADAPTERS = {"policy": "lr: 2.0e-5, activation_checkpointing: full", "further": "\nlora: {rank: 32}"}
 ADAPTERS_ON_HOST = ADAPTERS | {"policy": "lr: 2.0e-5, activation_checkpointing: full, update_on: host"}
 LADDER = (ALL_WEIGHTS, RECOMPUTED, ON_HOST, ADAPTERS, ADAPTERS_ON_HOST)
-"""Settings to try in this order: each needs less of a device than the one before, and is slower or trains less."""
+"""Settings to try in this order: each needs less of a device than the one before, and is slower or
+trains less.
+"""
 CACHE_SHARE = 0.9  # of a device, up to which the KV cache is enlarged
 NODE = (1, 2, 4, 8)  # numbers of GPUs that are tried
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments to its parser."""
+    """Add the command's arguments to its parser."""
     parser.description = (
-        "Write recipe.yaml, reward.py and data.jsonl to a folder. The recipe can be trained at once, and all three are "
-        "meant to be changed. Without --model a tiny model is made, too, which trains on two CPU cores in a minute."
+        "Write recipe.yaml, reward.py and data.jsonl to a folder. The recipe can be trained at once, "
+        "and all three are meant to be changed. Without --model a tiny model is made, too, which "
+        "trains on two CPU cores in a minute."
     )
-    parser.add_argument("folder", type=path_argument, help="folder for the files; it may exist, but not the files")
-    parser.add_argument("--model", help="folder in Hugging Face format, or a hub name, to train instead of a tiny one")
+    parser.add_argument(
+        "folder", type=path_argument, help="folder for the files; it may exist, but not the files"
+    )
+    parser.add_argument(
+        "--model", help="folder in Hugging Face format, or a hub name, to train instead of a tiny one"
+    )
     kind = "kind of GPU that the recipe for --model is to fit (default: this machine's, if it has one)"
     parser.add_argument("--gpu", choices=GPUS, help=kind)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Writes the files, and prints the commands to use them with. Raises UserError if one of the files exists."""
+    """Write the files, and print the commands to use them with. Raises UserError if one of the
+    files exists.
+    """
     folder: Path = arguments.folder
     names = ["recipe.yaml", "reward.py", "data.jsonl", *["model"] * (arguments.model is None)]
     if there := next((folder / name for name in names if (folder / name).exists()), None):
@@ -84,7 +103,8 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError(f"{folder} cannot be made: {error.strerror}") from error
     if arguments.model is None:
         with Progress(0, enabled=True).follow(lambda: "making a tiny model"):
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # Transformers loads DeepSpeed, which warns without a GPU
+            # Transformers loads DeepSpeed, which warns without a GPU
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
             from transformers.utils import logging
 
             from trainer.commands.tiny_model import make_tiny_model
@@ -112,11 +132,14 @@ def main(arguments: argparse.Namespace) -> int:
 def fitted(texts: dict[str, str], kind: str | None) -> tuple[dict[str, Any], str]:
     """Return keys of a recipe that fits a GPU, and a sentence about what it was planned for.
 
-    The first settings of `LADDER` that fit are taken, on as few GPUs as possible, with the KV cache that is left room
-    for. `kind` is one of `GPUS`; None means this machine's.
+    The first settings of `LADDER` that fit are taken, on as few GPUs as possible, with the KV cache
+    that is left room for. `kind` is one of `GPUS`; None means this machine's.
     """
     if kind is None and cuda_problem() is not None:
-        return RELEASED, "The recipe was fitted to no GPU, as there is none here: --gpu names the kind to fit it to."
+        return (
+            RELEASED,
+            "The recipe was fitted to no GPU, as there is none here: --gpu names the kind to fit it to.",
+        )
     from trainer.estimates.fitting import TIGHT, planned_gib, this_device  # slow to import
 
     name, gib = this_device() if kind is None else (kind, GPUS[kind].memory_gib)
@@ -127,11 +150,17 @@ def fitted(texts: dict[str, str], kind: str | None) -> tuple[dict[str, Any], str
             try:
                 sums = planned_gib(yaml.safe_load(RECIPE.format(**texts, **keys)), gpus, gib)
             except UserError as error:
-                return RELEASED, f"The recipe was fitted to no GPU, since nothing can be planned: {error}"
+                return (
+                    RELEASED,
+                    f"The recipe was fitted to no GPU, since nothing can be planned: {error}",
+                )
             if max(sums.values()) > TIGHT * gib:
                 continue
             cache = 1 + max(0, int(CACHE_SHARE * gib - sums["generating"]))
             keys["engine"] = f"kv_cache_gib: {cache}{split}"
             start = f" Start it with NPROC_PER_NODE={gpus}." if gpus > 1 else ""
             return keys, f"By its plan the recipe fits {gpus} x {name} ({gib:.1f} GiB).{start}"
-    return RELEASED, f"The recipe does not fit {NODE[-1]} x {name}, not even with adapters alone: use more GPUs."
+    return (
+        RELEASED,
+        f"The recipe does not fit {NODE[-1]} x {name}, not even with adapters alone: use more GPUs.",
+    )

@@ -34,22 +34,33 @@ from trainer.run.screen import make_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments to its parser."""
+    """Add the command's arguments to its parser."""
     parser.description = (
-        "Show ranks, engines, the sizes of a step and the memory of a device, calculated from the model's config.json "
-        "without loading weights or data. Problems of the recipe are printed last, and the exit code is then 2."
+        "Show ranks, engines, the sizes of a step and the memory of a device, calculated from the "
+        "model's config.json without loading weights or data. Problems of the recipe are printed "
+        "last, and the exit code is then 2."
     )
-    parser.add_argument("recipe", type=path_argument, help="YAML file; keys are overridden by --section.key value")
-    parser.add_argument("--ranks", type=int, help="number of ranks to plan for (default: $WORLD_SIZE, or 1)")
+    parser.add_argument(
+        "recipe", type=path_argument, help="YAML file; keys are overridden by --section.key value"
+    )
+    parser.add_argument(
+        "--ranks", type=int, help="number of ranks to plan for (default: $WORLD_SIZE, or 1)"
+    )
     kind = "kind of GPU to plan for; a cost model then estimates the seconds of a step"
     parser.add_argument("--gpu", choices=GPUS, help=kind)
-    parser.add_argument("--prompt-tokens", type=float, help="average tokens of a prompt (default: half of the most)")
-    parser.add_argument("--answer-tokens", type=float, help="average tokens of an answer (default: half of the most)")
-    parser.add_argument("--device-gib", type=float, help="GiB of a device's memory (default: of this machine's device)")
+    parser.add_argument(
+        "--prompt-tokens", type=float, help="average tokens of a prompt (default: half of the most)"
+    )
+    parser.add_argument(
+        "--answer-tokens", type=float, help="average tokens of an answer (default: half of the most)"
+    )
+    parser.add_argument(
+        "--device-gib", type=float, help="GiB of a device's memory (default: of this machine's device)"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints the plan. Raises UserError with the recipe's problems after that, if there are any."""
+    """Print the plan. Raises UserError with the recipe's problems after that, if there are any."""
     ranks = rank_count(os.environ) if arguments.ranks is None else arguments.ranks
     if ranks < 1:
         raise UserError("--ranks must be at least 1")
@@ -68,7 +79,9 @@ def main(arguments: argparse.Namespace) -> int:
         cuda = resolve_device(config) == "cuda" and cuda_problem() is None
         total = torch.cuda.mem_get_info()[1] / GIB if cuda else host_gib()
     console = make_console()
-    table = Table(title=f"{config.run.name}: {config.model.path}", title_justify="left", show_header=False)
+    table = Table(
+        title=f"{config.run.name}: {config.model.path}", title_justify="left", show_header=False
+    )
     for line in batch_lines(config, ranks):
         table.add_row(*line)
     console.print(table)
@@ -94,15 +107,19 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def verdict(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> str:
-    """A sentence about a plan that fits a GPU, which warns of columns that take nearly all of it."""
+    """Return a sentence about a plan that fits a GPU, which warns of columns that take nearly all
+    of it.
+    """
     tight = list(over_budget(config, model, ranks, device_gib, share=TIGHT))
     if not tight:
         return f"It fits: no column takes more than {TIGHT:.0%} of the device"
-    return "\n".join(f"It fits with less than {1 - TIGHT:.0%} to spare: {sentence}" for sentence in tight)
+    return "\n".join(
+        f"It fits with less than {1 - TIGHT:.0%} to spare: {sentence}" for sentence in tight
+    )
 
 
 def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
-    """Yields names and values of a step's sizes."""
+    """Yield names and values of a step's sizes."""
     batch, algorithm, training = config.batch, config.algorithm, training_ranks(config, ranks)
     engines = engine_workers(config, ranks) // config.engine.tensor_parallel_size
     answers, share = batch.prompts_per_step * algorithm.group_size, answers_per_update(config, training)
@@ -121,24 +138,41 @@ def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
     if config.rollout.slice_tokens is not None:
         age = f"each begins at most {oldest_age(config)} step(s) before it is trained on"
         yield "answers in flight", f"{flying} with rollout.ahead; {age}"
-    yield "answers an engine", f"{math.ceil(flying / max(engines, 1))}, {config.engine.max_num_seqs} at a time"
+    yield (
+        "answers an engine",
+        f"{math.ceil(flying / max(engines, 1))}, {config.engine.max_num_seqs} at a time",
+    )
     yield "tokens a step", f"at most {answers * longest(config):,}, prompts included"
     if config.model.routes == "engine":
-        rows, copies = answers * longest(config) * route_bytes(config.model.path), 2 / max(engines, 1) + 2 / training
-        yield "routes", f"at most {rows * copies / GIB:.2f} GiB of a rank's host memory, {rows / GIB:.2f} a step"
+        rows, copies = (
+            answers * longest(config) * route_bytes(config.model.path),
+            2 / max(engines, 1) + 2 / training,
+        )
+        yield (
+            "routes",
+            f"at most {rows * copies / GIB:.2f} GiB of a rank's host memory, {rows / GIB:.2f} a step",
+        )
     if most := config.data.max_images:
         pixels = 3 * 4 * config.data.max_image_pixels / GIB  # three colours in float32
         host = min(share * most * pixels, batch.prompts_per_step * most * pixels)
         kept = KEPT_BYTES / GIB
         yield "images", f"at most {answers * most:,} a step; {pixels:.3f} GiB each as input of the model"
-        yield "images in host memory", f"at most {host:.2f} GiB of a rank's share, and {kept:.2f} of an engine's"
+        yield (
+            "images in host memory",
+            f"at most {host:.2f} GiB of a rank's share, and {kept:.2f} of an engine's",
+        )
         rollout, episode = config.rollout, config.rollout.max_image_mib / 1024
         if rollout.tools or rollout.mcp or rollout.code:
             begun, trained = math.ceil(flying / max(engines, 1)), math.ceil(answers / max(training, 1))
-            asking = min(begun, config.engine.max_num_seqs + algorithm.group_size) * (rollout.client is not None)
+            asking = min(begun, config.engine.max_num_seqs + algorithm.group_size) * (
+                rollout.client is not None
+            )
             added = f"at most {begun * episode:.2f} GiB of an engine's episodes, "
             added += f"{3 * asking * episode:.2f} of requests to its server, in base64, "
-            yield "images added in rollouts", added + f"and {trained * episode:.2f} of a rank that trains"
+            yield (
+                "images added in rollouts",
+                added + f"and {trained * episode:.2f} of a rank that trains",
+            )
     yield "updates", f"{updates} a step, {updates * config.run.steps} in {config.run.steps} steps"
     ways = config.policy.sequence_parallel
     who = "rank" if ways == 1 else f"{ways} ranks that share them"
@@ -146,26 +180,40 @@ def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
 
 
 def route_bytes(path: str) -> int:
-    """The bytes of a token's row of routes in the engine's output, which includes layers without experts.
+    """Return the bytes of a token's row of routes in the engine's output, which includes layers
+    without experts.
 
-    A leader holds the rows of its answers, and a packed copy for the ranks that train on them; each of those ranks
-    holds its rows as received, and a copy in micro-batches.
+    A leader holds the rows of its answers, and a packed copy for the ranks that train on them; each
+    of those ranks holds its rows as received, and a copy in micro-batches.
     """
     model = model_config(path)
     experts = next((model[key] for key in EXPERT_KEYS if model.get(key)), 0)
-    return int(model["num_hidden_layers"] * model.get("num_experts_per_tok", 1) * (1 if experts <= 256 else 2))
+    return int(
+        model["num_hidden_layers"] * model.get("num_experts_per_tok", 1) * (1 if experts <= 256 else 2)
+    )
 
 
-def memory_table(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> RenderableType:
-    """A table of all parts of a rank's memory and their sums, which all ranks share on CPU, and none does on CUDA."""
-    parts = [*trainer_parts(config, model, ranks, device_gib), *engine_parts(config, model, ranks, device_gib)]
+def memory_table(
+    config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float
+) -> RenderableType:
+    """Return a table of all parts of a rank's memory and their sums, which all ranks share on CPU,
+    and none does on CUDA.
+    """
+    parts = [
+        *trainer_parts(config, model, ranks, device_gib),
+        *engine_parts(config, model, ranks, device_gib),
+    ]
     columns = [Column(heading, justify="right") for heading in COLUMNS]
     title = f"GiB of a rank; {model.total:,} parameters"
     table = Table("", *columns, "", title=title, title_justify="left", header_style="bold")
     for part in parts:
         table.add_row(part.name, *(_gib(getattr(part, column)) for column in COLUMNS), part.remark)
     table.add_section()
-    of = f"of {device_gib:.1f} GiB" if resolve_device(config) == "cuda" else f"times {ranks}, of {device_gib:.1f} GiB"
+    of = (
+        f"of {device_gib:.1f} GiB"
+        if resolve_device(config) == "cuda"
+        else f"times {ranks}, of {device_gib:.1f} GiB"
+    )
     sums = (sum(getattr(part, column) for part in parts) for column in COLUMNS)
     table.add_row("sum", *map(_gib, sums), of)
     host = host_part(config, model, ranks)
@@ -175,23 +223,31 @@ def memory_table(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
 
 
 def answer_tokens(config: TrainConfig, arguments: argparse.Namespace) -> Lengths:
-    """The assumed average lengths of prompts and answers, by default half of the longest."""
+    """Return the assumed average lengths of prompts and answers, by default half of the longest."""
     most = {"prompt": config.data.max_prompt_tokens, "answer": config.sampling.max_tokens}
     means = {name: getattr(arguments, f"{name}_tokens") or limit / 2 for name, limit in most.items()}
     for name, value in means.items():
         if not 1 <= value <= most[name]:
-            raise UserError(f"--{name}-tokens is {value:g}, but the recipe allows 1 to {most[name]}: choose from these")
+            raise UserError(
+                f"--{name}-tokens is {value:g}, but the recipe allows 1 to {most[name]}: choose from "
+                "these"
+            )
     return Lengths(**means)
 
 
 def sharing(config: TrainConfig, model: ModelSizes, ranks: int, lengths: Lengths) -> str:
-    """A sentence about what updates compute if prompts are computed once for all answers of a group."""
-    unshared = config.model_copy(update={"batch": config.batch.model_copy(update={"share_prefixes": False})})
+    """Return a sentence about what updates compute if prompts are computed once for all answers of
+    a group.
+    """
+    unshared = config.model_copy(
+        update={"batch": config.batch.model_copy(update={"share_prefixes": False})}
+    )
     tokens, logical = (update_amount(recipe, ranks, lengths)[0] for recipe in (config, unshared))
     ratio = step_flops(unshared, model, ranks, lengths) / step_flops(config, model, ranks, lengths)
     return (
-        f"Prompts of {lengths.prompt:g} tokens computed once for answers of {lengths.answer:g}: {tokens:,.0f} of a "
-        f"rank's {logical:,.0f} tokens in a step ({logical / tokens:.2f} x fewer), {ratio:.2f} x fewer operations"
+        f"Prompts of {lengths.prompt:g} tokens computed once for answers of {lengths.answer:g}: "
+        f"{tokens:,.0f} of a rank's {logical:,.0f} tokens in a step ({logical / tokens:.2f} x fewer), "
+        f"{ratio:.2f} x fewer operations"
     )
 
 
@@ -202,19 +258,30 @@ def with_kernels(config: TrainConfig, model: ModelSizes, lengths: Lengths) -> Mo
     return replace(model, kernels=count_kernels(config, config.model.path, rows, length))
 
 
-def seconds_table(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> RenderableType:
-    """A table of the times of all parts of a step, their sum, and the share of the peak rate that it reaches."""
+def seconds_table(
+    config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths
+) -> RenderableType:
+    """Return a table of the times of all parts of a step, their sum, and the share of the peak rate
+    that it reaches.
+    """
     costs = step_costs(config, model, ranks, gpu, lengths)
-    title = f"Seconds of a step, modelled; prompts of {lengths.prompt:g} and answers of {lengths.answer:g} tokens"
+    title = (
+        f"Seconds of a step, modelled; prompts of {lengths.prompt:g} and answers of {lengths.answer:g} "
+        "tokens"
+    )
     columns = [Column(heading, justify="right") for heading in ("seconds", "overlapped")]
     table = Table("", *columns, "", title=title, title_justify="left", header_style="bold")
     for cost in costs:
-        table.add_row(cost.name, f"{cost.seconds:.2f}", f"{cost.hidden:.2f}" if cost.hidden else "", cost.remark)
+        table.add_row(
+            cost.name, f"{cost.seconds:.2f}", f"{cost.hidden:.2f}" if cost.hidden else "", cost.remark
+        )
     flops = step_flops(config, model, ranks, lengths) / gpu.flops
     step = sum(cost.seconds for cost in costs)
     update = sum(cost.seconds for cost in costs if cost.name.startswith("update"))
     table.add_section()
-    table.add_row("update", f"{update:.2f}", "", f"MFU {flops / update:.1%} of {gpu.flops / 1e12:.0f} TFLOP/s")
+    table.add_row(
+        "update", f"{update:.2f}", "", f"MFU {flops / update:.1%} of {gpu.flops / 1e12:.0f} TFLOP/s"
+    )
     table.add_row("step", f"{step:.2f}", "", f"MFU {flops / step:.1%}")
     return table
 

@@ -15,20 +15,31 @@ from trainer.run.verdict import verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments to its parser."""
+    """Add the command's arguments to its parser."""
     parser.description = (
-        "Write report.html to a run's folder, whether the run is finished or not. It has curves, times, memory, "
-        "answers and their tokens, and the recipe, in one file that a browser opens without a network."
+        "Write report.html to a run's folder, whether the run is finished or not. It has curves, "
+        "times, memory, answers and their tokens, and the recipe, in one file that a browser opens "
+        "without a network."
     )
     parser.add_argument(
-        "runs", type=path_argument, nargs="+", metavar="RUN", help="folder of a run; more are compared with it"
+        "runs",
+        type=path_argument,
+        nargs="+",
+        metavar="RUN",
+        help="folder of a run; more are compared with it",
     )
-    parser.add_argument("--watch", action="store_true", help="serve the page on 127.0.0.1, and follow the run")
-    parser.add_argument("--port", type=int, default=8001, help="port of --watch; 0: a free one (default: 8001)")
+    parser.add_argument(
+        "--watch", action="store_true", help="serve the page on 127.0.0.1, and follow the run"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8001, help="port of --watch; 0: a free one (default: 8001)"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Writes report.html to the first run's folder and prints a summary; or serves the page while the run goes on."""
+    """Write report.html to the first run's folder and print a summary; or serve the page while the
+    run goes on.
+    """
     if arguments.watch:
         return watch(arguments.runs, arguments.port)
     records = [read_record(folder) for folder in arguments.runs]

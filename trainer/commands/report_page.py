@@ -1,8 +1,9 @@
 """The page report.html: a run, or several side by side, in one file that needs no network.
 
-The page contains Plotly, a script of its own and the run as JSON. Texts of models, tools and data are only in that
-JSON, which contains no `<`, and enter the page as text: no part of them is ever parsed as HTML. The page's content
-security policy names the two scripts by their digests, so that browsers run no others.
+The page contains Plotly, a script of its own and the run as JSON. Texts of models, tools and data
+are only in that JSON, which contains no `<`, and enter the page as text: no part of them is ever
+parsed as HTML. The page's content security policy names the two scripts by their digests, so that
+browsers run no others.
 """
 
 import base64
@@ -26,14 +27,19 @@ LIMIT = 20 * 10**6
 """Largest size of the page in bytes."""
 _POINTS = 2000  # largest number of points of a figure's curves, over all runs
 _ANSWER_BYTES, _TOKEN_BYTES = 8 * 10**6, 5 * 10**6
-_SCALES = (1.0, 0.5, 0.25, 0.1, 0.03)  # factors of these limits, tried in turn until the page is small enough
-_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}  # ␀, ␁ …
+# Factors of these limits, tried in turn until the page is small enough
+_SCALES = (1.0, 0.5, 0.25, 0.1, 0.03)
+# ␀, ␁ …
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 _UNSEEN = re.compile("[\x80-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters without a picture, characters that turn the direction of text, and halves of surrogate pairs."""
+"""Control characters without a picture, characters that turn the direction of text, and halves of
+surrogate pairs.
+"""
 
 
 def page(records: Sequence[RunRecord], follows: bool = False) -> str:
-    """The HTML of the page about the first run, compared with the others; if it `follows`, it polls `/data`.
+    """Return the HTML of the page about the first run, compared with the others; if it `follows`,
+    it polls `/data`.
 
     Raises ValueError if the page cannot be made small enough.
     """
@@ -41,7 +47,10 @@ def page(records: Sequence[RunRecord], follows: bool = False) -> str:
 
     folder = files("trainer.commands")
     scripts = {"PLOTLY": get_plotlyjs(), "SCRIPT": folder.joinpath("report_page.js").read_text("utf-8")}
-    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts.values()]
+    digests = [
+        base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        for script in scripts.values()
+    ]
     parts = scripts | {"POLICY": " ".join(f"'sha256-{digest}'" for digest in digests)}
     parts |= {"TITLE": html.escape(visible(records[0].name))}
     template = folder.joinpath("report_page.html").read_text("utf-8")
@@ -54,7 +63,9 @@ def page(records: Sequence[RunRecord], follows: bool = False) -> str:
 
 
 def page_data(records: Sequence[RunRecord], scale: float = 1.0) -> dict[str, Any]:
-    """The page's JSON: the curves of all runs, and the tables, answers, tokens and recipe of the first run."""
+    """Return the page's JSON: the curves of all runs, and the tables, answers, tokens and recipe of
+    the first run.
+    """
     first = records[0]
     points = max(50, int(scale * _POINTS / len(records)))
     return {
@@ -64,7 +75,9 @@ def page_data(records: Sequence[RunRecord], scale: float = 1.0) -> dict[str, Any
         "figures": [line[:-1] for line in figures(first.rows)],
         "phases": list(phases(first.rows)),
         "memory": list(memory(first.rows)),
-        "runs": [{"name": name, "curves": curves(record.rows, points)} for name, record in _named(records)],
+        "runs": [
+            {"name": name, "curves": curves(record.rows, points)} for name, record in _named(records)
+        ],
         "answers": some_steps(first.answers, int(scale * _ANSWER_BYTES)),
         "tokens": some_steps(first.tokens, int(scale * _TOKEN_BYTES)),
         "recipe": list(recipe_lines(first.recipe)),
@@ -72,13 +85,19 @@ def page_data(records: Sequence[RunRecord], scale: float = 1.0) -> dict[str, Any
 
 
 def embedded(data: dict[str, Any]) -> str:
-    """Encodes data as JSON for a <script> that is not run; nothing in it can end the element or begin a comment."""
-    text = json.dumps(_visible_all(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
+    """Encode data as JSON for a <script> that is not run; nothing in it can end the element or
+    begin a comment.
+    """
+    text = json.dumps(
+        _visible_all(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str
+    )
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def visible(text: str) -> str:
-    """Replaces control characters by their pictures, and characters that would turn or hide their neighbours by �."""
+    """Replace control characters by their pictures, and characters that would turn or hide their
+    neighbours by �.
+    """
     return _UNSEEN.sub("�", text.translate(_PICTURES))
 
 
@@ -93,16 +112,23 @@ def _visible_all(value: Any) -> Any:
 
 
 def _named(records: Sequence[RunRecord]) -> list[tuple[str, RunRecord]]:
-    """Pairs each record with a unique name: the name of its folder, or the folder's path."""
+    """Pair each record with a unique name: the name of its folder, or the folder's path."""
     names = [record.name for record in records]
-    return [(name if names.count(name) == 1 else str(r.folder), r) for name, r in zip(names, records, strict=True)]
+    return [
+        (name if names.count(name) == 1 else str(r.folder), r)
+        for name, r in zip(names, records, strict=True)
+    ]
 
 
 def curves(rows: Rows, points: int) -> dict[str, tuple[list[int], list[float]]]:
-    """The steps and values of every figure. A curve of more than `points` keeps only local highs and lows."""
+    """Return the steps and values of every figure. A curve of more than `points` keeps only local
+    highs and lows.
+    """
     figures = {}
     for key in dict.fromkeys(key for row in rows for key in row if key != "train/step"):
-        pairs = [pair for pair in zip(*series(rows, key), strict=True) if isinstance(pair[1], int | float)]
+        pairs = [
+            pair for pair in zip(*series(rows, key), strict=True) if isinstance(pair[1], int | float)
+        ]
         kept = [(step, float(f"{value:.6g}")) for step, value in _extremes(pairs, points)]
         figures[key] = [step for step, _ in kept], [value for _, value in kept]
     return figures
@@ -118,9 +144,11 @@ def _extremes(pairs: list[tuple[int, float]], points: int) -> list[tuple[int, fl
 
 
 def some_steps(rows: Rows, limit: int) -> Rows:
-    """The rows of every n-th step, including the last, where n is the smallest power of two with which they fit.
+    """Return the rows of every n-th step, including the last, where n is the smallest power of two
+    with which they fit.
 
-    `limit` is in bytes of JSON. If a single step is larger, its first rows are returned, as many as fit.
+    `limit` is in bytes of JSON. If a single step is larger, its first rows are returned, as many as
+    fit.
     """
     steps: dict[int, Rows] = {}
     for row in rows:
@@ -136,14 +164,18 @@ def some_steps(rows: Rows, limit: int) -> Rows:
 
 
 def recipe_lines(recipe: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
-    """Lists each key of the run's recipe with its value, its default, and True if they differ."""
+    """List each key of the run's recipe with its value, its default, and True if they differ."""
     required = {"model": {"path": "-"}, "data": {"path": "-"}}
     default = TrainConfig.model_validate(required).model_dump(mode="json")
     lines = []
     for section, keys in recipe.items():
         for key, value in keys.items():
             defaults, name = default.get(section, {}), f"{section}.{key}"
-            text = "" if name in ("model.path", "data.path") or key not in defaults else _yaml(defaults[key])
+            text = (
+                ""
+                if name in ("model.path", "data.path") or key not in defaults
+                else _yaml(defaults[key])
+            )
             lines.append((name, _yaml(value), text, key not in defaults or value != defaults[key]))
     return lines
 

@@ -1,4 +1,6 @@
-"""The record of a run, read from its folder, with its state, figures, remarks, times and memory for the report."""
+"""The record of a run, read from its folder, with its state, figures, remarks, times and memory for
+the report.
+"""
 
 import re
 import statistics
@@ -16,7 +18,16 @@ from trainer.errors import UserError
 from trainer.run.records import Rows, read_rows, series
 from trainer.run.screen import duration, sparkline
 
-_FIGURES = ("reward/mean", "eval/accuracy", "loss", "eval/loss", "length/mean", "entropy", "grad_norm", "kl")
+_FIGURES = (
+    "reward/mean",
+    "eval/accuracy",
+    "loss",
+    "eval/loss",
+    "length/mean",
+    "entropy",
+    "grad_norm",
+    "kl",
+)
 _NAMED = re.compile(r"eval/(.+/)?(accuracy|pass@\d+|majority@\d+)")
 _COUNTS = {
     "skipped_steps": "updates skipped, since their loss or gradient was not finite",
@@ -45,7 +56,7 @@ class RunRecord:
 
 
 def read_record(folder: Path, begun: bool = True) -> RunRecord:
-    """Reads a run's folder.
+    """Read a run's folder.
 
     Raises UserError if the folder is not a run's, or, if `begun`, if the run has no step yet.
     """
@@ -53,7 +64,9 @@ def read_record(folder: Path, begun: bool = True) -> RunRecord:
     if not metrics.is_file():
         raise UserError(f"{folder} has no metrics.jsonl, so it is not a run's folder: name one")
     if not (rows := read_rows(metrics)) and begun:
-        raise UserError(f"{metrics} has no step yet, so there is nothing to report: wait for the first one")
+        raise UserError(
+            f"{metrics} has no step yet, so there is nothing to report: wait for the first one"
+        )
     file, loaded = folder / "config.yaml", None
     with suppress(yaml.YAMLError):  # older runs may have left an incomplete file
         loaded = yaml.safe_load(file.read_bytes()) if file.is_file() else None
@@ -65,32 +78,35 @@ def read_record(folder: Path, begun: bool = True) -> RunRecord:
 
 
 def state(record: RunRecord) -> str:
-    """A sentence about the run's progress."""
+    """Return a sentence about the run's progress."""
     if not record.rows:
         return "No step is done yet."
     last, wanted = record.rows[-1]["train/step"], record.recipe.get("run", {}).get("steps")
     when = f"{record.written:%Y-%m-%d %H:%M} UTC"
-    spent = duration(sum(series(record.rows, "time/step")[1]) or sum(series(record.rows, "time/update")[1]))
+    spent = duration(
+        sum(series(record.rows, "time/step")[1]) or sum(series(record.rows, "time/update")[1])
+    )
     if wanted is None or last >= wanted:
         return f"{last} steps in {spent}, the last of them at {when}."
     return f"Not finished: {last} of {wanted} steps in {spent}, the last of them at {when}."
 
 
 def figures(rows: Rows) -> Iterator[Sequence[str]]:
-    """Yields a line for each figure of the run: its first, best and last value, and a curve."""
+    """Yield a line for each figure of the run: its first, best and last value, and a curve."""
     named = sorted({key for row in rows for key in row if _NAMED.fullmatch(key)})
     for key in dict.fromkeys([*_FIGURES[:2], *named, *_FIGURES[2:]]):
         steps, values = series(rows, key)
         if not values:
             continue
         best = ""
-        if key == "reward/mean" or key in named:  # for the others, it is unclear which direction is better
+        if key == "reward/mean" or key in named:
+            # for the others, it is unclear which direction is better
             best = f"{max(values):.4g} (step {steps[values.index(max(values))]})"
         yield key, f"{values[0]:.4g}", best, f"{values[-1]:.4g}", sparkline(values, 30)
 
 
 def remarks(rows: Rows) -> Iterator[str]:
-    """Yields remarks on how far the figures can be trusted, and on failures during the run."""
+    """Yield remarks on how far the figures can be trusted, and on failures during the run."""
     what = "log-probability gap between trainer and engine"
     steps, gaps = series(rows, "gap/max")
     if gaps:
@@ -103,24 +119,38 @@ def remarks(rows: Rows) -> Iterator[str]:
         yield f"{what}: not measured in {missing} of {len(trained)} steps"
     if old := series(rows, "stale/share")[1]:
         ages, oldest = series(rows, "stale/age_mean")[1], max(series(rows, "stale/age_max")[1])
-        began = f"answers began {statistics.fmean(ages):.2g} steps earlier on average, at most {oldest:.0f}"
+        began = (
+            f"answers began {statistics.fmean(ages):.2g} steps earlier on average, at most {oldest:.0f}"
+        )
         weights = series(rows, "correction/effective")[1]
         size = f"; effective sample size at least {min(weights):.0%}" if weights else ""
         yield f"tokens of earlier versions: {statistics.fmean(old):.0%}; {began}{size}"
     if cut := series(rows, "length/truncated")[1]:
-        yield f"answers cut off at max_tokens: {cut[0]:.0%} at first, {cut[-1]:.0%} at last, {max(cut):.0%} at most"
+        yield (
+            f"answers cut off at max_tokens: {cut[0]:.0%} at first, {cut[-1]:.0%} at last, "
+            f"{max(cut):.0%} at most"
+        )
     for key, meaning in _COUNTS.items():
         if total := sum(series(rows, key)[1]):
             kinds = sorted({name for row in rows for name in row if name.startswith(f"{key}/")})
-            single = [f"{name.removeprefix(f'{key}/')} {sum(series(rows, name)[1]):.0f}" for name in kinds]
+            single = [
+                f"{name.removeprefix(f'{key}/')} {sum(series(rows, name)[1]):.0f}" for name in kinds
+            ]
             yield f"{total:.0f} {meaning}" + (f" ({', '.join(single)})" if single else "")
     if shares := series(rows, "eval/misjudged")[1]:
-        yield f"held-out answers counted as wrong since a reward function failed: {max(shares):.1%} at most"
+        yield (
+            f"held-out answers counted as wrong since a reward function failed: {max(shares):.1%} at "
+            "most"
+        )
 
 
 def phases(rows: Rows) -> Iterator[Sequence[str]]:
-    """Yields the time of each phase over the run; evaluations and checkpoints are phases beside those of steps."""
-    names = dict.fromkeys(key for row in rows for key in row if key.startswith("time/") and key != "time/step")
+    """Yield the time of each phase over the run; evaluations and checkpoints are phases beside
+    those of steps.
+    """
+    names = dict.fromkeys(
+        key for row in rows for key in row if key.startswith("time/") and key != "time/step"
+    )
     spent = {key: series(rows, key) for key in names}
     everything = sum(sum(values) for _, values in spent.values()) or 1.0
     for key, (steps, values) in sorted(spent.items(), key=lambda item: -sum(item[1][1])):
@@ -128,18 +158,31 @@ def phases(rows: Rows) -> Iterator[Sequence[str]]:
             spent_here, longest = sum(values), max(values)
             usual = _short(statistics.median(values))
             most = f"{_short(longest)} (step {steps[values.index(longest)]})"
-            yield key.removeprefix("time/"), duration(spent_here), f"{spent_here / everything:.1%}", usual, most
+            yield (
+                key.removeprefix("time/"),
+                duration(spent_here),
+                f"{spent_here / everything:.1%}",
+                usual,
+                most,
+            )
 
 
 def _short(seconds: float) -> str:
-    """Return a duration with two decimals, in ms below a second and in minutes from a hundred seconds on."""
+    """Return a duration with two decimals, in ms below a second and in minutes from a hundred
+    seconds on.
+    """
     if seconds >= 100:
         return duration(seconds)
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.2f} ms"
 
 
 def memory(rows: Rows) -> Iterator[Sequence[str]]:
-    """Yields the most memory of trainer and engine in each phase, in GiB."""
-    for key in dict.fromkeys(key for row in rows for key in row if re.match("memory/.*_(gib|bytes)", key)):
+    """Yield the most memory of trainer and engine in each phase, in GiB."""
+    for key in dict.fromkeys(
+        key for row in rows for key in row if re.match("memory/.*_(gib|bytes)", key)
+    ):
         name = re.sub("_gib|_bytes", "", key.removeprefix("memory/")).replace("_", " ")
-        yield name, f"{max(series(rows, key)[1], default=0.0) / (2**30 if key.endswith('_bytes') else 1):.2f}"
+        yield (
+            name,
+            f"{max(series(rows, key)[1], default=0.0) / (2**30 if key.endswith('_bytes') else 1):.2f}",
+        )

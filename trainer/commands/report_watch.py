@@ -1,4 +1,6 @@
-"""`hotbunk report --watch`: a server on loopback for the page of a run, which polls the run's figures."""
+"""`hotbunk report --watch`: a server on loopback for the page of a run, which polls the run's
+figures.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -26,8 +28,13 @@ class Runs:
         self._records: list[RunRecord] = []
 
     def read(self) -> tuple[list[RunRecord], str]:
-        """The current records of the runs, and an ETag of them. Raises UserError if a folder is not a run's."""
-        stats = [[(file.stat().st_mtime_ns, file.stat().st_size) for file in _present(f)] for f in self._folders]
+        """Return the current records of the runs, and an ETag of them. Raises UserError if a folder
+        is not a run's.
+        """
+        stats = [
+            [(file.stat().st_mtime_ns, file.stat().st_size) for file in _present(f)]
+            for f in self._folders
+        ]
         if stats != self._stats:
             self._records = [read_record(folder, begun=False) for folder in self._folders]
             self._stats = stats
@@ -39,7 +46,9 @@ def _present(folder: Path) -> list[Path]:
 
 
 def watch(folders: Sequence[Path], port: int) -> int:
-    """Serves the page until Ctrl-C. Raises UserError if a folder is not a run's, or the port is taken."""
+    """Serve the page until Ctrl-C. Raises UserError if a folder is not a run's, or the port is
+    taken.
+    """
     with make_server(folders, port) as server, suppress(KeyboardInterrupt):
         print(f"{folders[0]} at http://127.0.0.1:{server.server_port}/ until Ctrl-C", flush=True)
         server.serve_forever(poll_interval=0.2)
@@ -48,7 +57,7 @@ def watch(folders: Sequence[Path], port: int) -> int:
 
 
 def make_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
-    """Makes a server that listens only on 127.0.0.1; port 0 takes a free port."""
+    """Make a server that listens only on 127.0.0.1; port 0 takes a free port."""
     runs = Runs(folders)
     runs.read()
 
@@ -57,7 +66,9 @@ def make_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
 
         def do_GET(self) -> None:
             if name := foreign_host(self.headers.get("Host", "")):
-                self._answer(HTTPStatus.FORBIDDEN, f"this page is on loopback, not at {name[:80]!r}", "text/plain")
+                self._answer(
+                    HTTPStatus.FORBIDDEN, f"this page is on loopback, not at {name[:80]!r}", "text/plain"
+                )
                 return
             try:
                 records, tag = runs.read()
@@ -84,9 +95,11 @@ def make_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
             self.wfile.write(body)
 
         def log_message(self, *arguments: Any) -> None:
-            """Logs nothing."""
+            """Log nothing."""
 
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except (OSError, OverflowError) as error:
-        raise UserError(f"--port {port} cannot be listened on ({error}): name another, or 0 for a free one") from error
+        raise UserError(
+            f"--port {port} cannot be listened on ({error}): name another, or 0 for a free one"
+        ) from error

@@ -1,4 +1,6 @@
-"""`hotbunk schema`: print a JSON Schema of recipes, with which editors complete and explain keys."""
+"""`hotbunk schema`: print a JSON Schema of recipes, with which editors complete and explain
+keys.
+"""
 
 import argparse
 import json
@@ -9,26 +11,31 @@ from trainer.config.schema import TrainConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Sets the command's description; the command has no arguments."""
+    """Set the command's description; the command has no arguments."""
     parser.description = (
-        "Print a JSON Schema of recipes. Save it to a file and name the file in a recipe's first line, for editors "
-        "with the YAML language server: # yaml-language-server: $schema=FILE"
+        "Print a JSON Schema of recipes. Save it to a file and name the file in a recipe's first "
+        "line, for editors with the YAML language server: # yaml-language-server: $schema=FILE"
     )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints the schema."""
+    """Print the schema."""
     print(json.dumps(recipe_schema(), indent=1))
     return 0
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The schema of a recipe's file: the sections, and `includes`, which only files have."""
+    """Return the schema of a recipe's file: the sections, and `includes`, which only files have."""
     schema = TrainConfig.model_json_schema()
-    includes = {"type": ["string", "array"], "items": {"type": "string"}, "description": "files that join this section"}
+    includes = {
+        "type": ["string", "array"],
+        "items": {"type": "string"},
+        "description": "files that join this section",
+    }
     for section in (schema, *schema["$defs"].values()):
         section.get("properties", {})[INCLUDES] = includes
         section.pop("required", None)  # an included file may have the keys that are missing here
     functions = schema["$defs"]["RewardConfig"]["properties"]["functions"]
-    functions["items"] = {"anyOf": [{"type": "string"}, functions["items"]]}  # a name alone is an entry, too
+    # A name alone is an entry, too
+    functions["items"] = {"anyOf": [{"type": "string"}, functions["items"]]}
     return schema

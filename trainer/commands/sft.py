@@ -1,7 +1,8 @@
-"""Supervised fine-tuning: the warm start before reinforcement, with the same policy, packed batches and output head.
+"""Supervised fine-tuning: the warm start before reinforcement, with the same policy, packed batches
+and output head.
 
-`trainer.commands.sft_rows` says what is learned from a row. Held-out rows, whose loss is measured (`eval.every`), are
-alike.
+`trainer.commands.sft_rows` says what is learned from a row. Held-out rows, whose loss is measured
+(`eval.every`), are alike.
 """
 
 import math
@@ -40,13 +41,16 @@ from trainer.types import MicroBatch
 if TYPE_CHECKING:
     pass
 
-_COMPARED = ("data", "model", "tokenizer", "run.seed")  # the parts of a run's identity besides lora, sft.batch_size
+# The parts of a run's identity besides lora, sft.batch_size
+_COMPARED = ("data", "model", "tokenizer", "run.seed")
 _NO_ENGINE = ("memory/engine_gib_awake", "memory/engine_gib_asleep", "memory/offloaded_gib")
 _SILENCE_SECONDS = 10.0  # between lines on the screen
 
 
 def main(config: TrainConfig, lock: RunLock | None = None) -> None:
-    """Trains `model.path` for `sft.steps` steps and writes it to the run's folder, whose lock rank 0 has taken."""
+    """Train `model.path` for `sft.steps` steps and write it to the run's folder, whose lock rank 0
+    has taken.
+    """
     config = config.model_copy(update={"run": config.run.model_copy(update={"steps": config.sft.steps})})
     with joined(config, lock) as watchdog, ExitStack() as resources:
         with watchdog.phase("start-up", config.run.first_step_deadline_s):
@@ -55,10 +59,14 @@ def main(config: TrainConfig, lock: RunLock | None = None) -> None:
 
 
 class SftRun:
-    """A warm start, which like a reinforcement run has a record, checkpoints, evaluations and exact resume."""
+    """A warm start, which like a reinforcement run has a record, checkpoints, evaluations and exact
+    resume.
+    """
 
     def __init__(self, config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> None:
-        """Loads everything, and continues the run from its newest checkpoint, if there is one. Collective."""
+        """Load everything, and continue the run from its newest checkpoint, if there is one.
+        Collective.
+        """
         self.watchdog = watchdog
         self.screen = Progress(config.run.steps, enabled=is_main())
         resources.enter_context(self.screen.follow(watchdog.current_phase))
@@ -74,7 +82,8 @@ class SftRun:
             self.screen.note(remark)
         held_out = config.eval.datasets if config.eval.every else {}
         self.held_out = {
-            name: load_transcripts(config, self.tokenizer, dataset).samples for name, dataset in held_out.items()
+            name: load_transcripts(config, self.tokenizer, dataset).samples
+            for name, dataset in held_out.items()
         }
         with agreed("fetching the model"):
             fetch_model(config)
@@ -82,8 +91,12 @@ class SftRun:
         identity = {key: entire[key] for key in entire if key in _COMPARED or key.startswith("lora.")}
         identity["sft.batch_size"] = config.sft.batch_size
         start, self.state = find_checkpoint(config, identity)
-        settings = config.policy.model_copy(update={"lr": config.sft.lr, "warmup_steps": config.sft.warmup_steps})
-        self.policy = make_policy(config.model, settings, rank_device(config), config.sft.steps, lora=config.lora)
+        settings = config.policy.model_copy(
+            update={"lr": config.sft.lr, "warmup_steps": config.sft.warmup_steps}
+        )
+        self.policy = make_policy(
+            config.model, settings, rank_device(config), config.sft.steps, lora=config.lora
+        )
         parts = {"policy": self.policy}
         if start is not None:
             load(start, parts)
@@ -94,10 +107,13 @@ class SftRun:
         self._last_note = -math.inf
 
     def train(self) -> None:
-        """Runs all steps, with evaluations and checkpoints when they are due, then writes the results."""
+        """Run all steps, with evaluations and checkpoints when they are due, then write the
+        results.
+        """
         config, state = self.config, self.state
         deadline = config.run.first_step_deadline_s
-        self.keeper.hold_signals(signal.SIGTERM, signal.SIGINT)  # a step is short, and only the step itself is lost
+        # A step is short, and only the step itself is lost
+        self.keeper.hold_signals(signal.SIGTERM, signal.SIGINT)
         if self.held_out and config.eval.before and state.step == 0:
             with self.watchdog.phase("first evaluation", deadline):
                 self.log(0, self.evaluate())
@@ -110,7 +126,7 @@ class SftRun:
             self.export()
 
     def train_step(self, step: int) -> None:
-        """Runs one update, logs it, and saves a checkpoint if one is due."""
+        """Run one update, log it, and save a checkpoint if one is due."""
         config, began = self.config, time.perf_counter()
         size, pad_id = config.sft.batch_size, self.tokenizer.pad_token_id
         samples = take(self.transcripts.samples, self.state.prompts, size, config.run.seed)
@@ -126,21 +142,29 @@ class SftRun:
         self.keeper.step_done(metrics)
 
     def evaluate(self) -> dict[str, float]:
-        """The mean negative log-probability of held-out tokens, named as in `evaluation_metrics`. Collective."""
+        """Return the mean negative log-probability of held-out tokens, named as in
+        `evaluation_metrics`. Collective.
+        """
         pad_id = self.tokenizer.pad_token_id
         losses: dict[str, float] = {}
         for name, samples in self.held_out.items():
             with self.meter.phase("eval"):
                 batches = batches_of(samples, self.config, pad_id, self.policy)
                 scores = zip(batches, self.policy.score(batches, temperature=1.0), strict=True)
-                logprobs = sum(float(outputs.logprobs.sum()) for batch, outputs in scores if batch.counts)
+                logprobs = sum(
+                    float(outputs.logprobs.sum()) for batch, outputs in scores if batch.counts
+                )
             tokens = sum(sample.trainable for sample in samples)
             losses[name] = -all_reduce_sum({"logprobs": logprobs})["logprobs"] / tokens
         several = losses.items() if len(losses) > 1 else ()
-        return {f"eval/{name}/loss": loss for name, loss in several} | {"eval/loss": statistics.fmean(losses.values())}
+        return {f"eval/{name}/loss": loss for name, loss in several} | {
+            "eval/loss": statistics.fmean(losses.values())
+        }
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Logs a row to metrics.jsonl, and at the ends, with evaluations and every ten seconds a line to the screen."""
+        """Log a row to metrics.jsonl, and at the ends, with evaluations and every ten seconds a
+        line to the screen.
+        """
         metered = {key: value for key, value in self.meter.take().items() if key not in _NO_ENGINE}
         self.tracker.log(step, metrics := metrics | metered)
         last = step == self.config.run.steps
@@ -152,7 +176,9 @@ class SftRun:
             self.screen.note(f"sft {step:>6}/{self.config.run.steps}  {figures}")
 
     def export(self) -> None:
-        """Write the model and the summary, and print the model's folder. Collective; rank 0 writes."""
+        """Write the model and the summary, and print the model's folder. Collective; rank 0
+        writes.
+        """
         config, folder = self.config, self.config.run.folder
 
         def summarise() -> None:
@@ -165,29 +191,50 @@ class SftRun:
 
         export(config, self.policy, self.tokenizer, summarise)
         where = folder / "model" if config.checkpoint.export_hf else folder / "checkpoints"
-        self.screen.note(f"{self.state.step} steps in {duration(self.state.seconds)}; the model is in {where}")
+        self.screen.note(
+            f"{self.state.step} steps in {duration(self.state.seconds)}; the model is in {where}"
+        )
 
 
-def update(policy: Policy, samples: list[Transcript], config: TrainConfig, pad_id: int, done: int) -> UpdateStats:
-    """Runs one update on `samples`, the same on all ranks, each of which takes its share, after `done` updates."""
-    tokens = sum(sample.trainable for sample in samples)  # all ranks have all samples, so no exchange is needed
+def update(
+    policy: Policy, samples: list[Transcript], config: TrainConfig, pad_id: int, done: int
+) -> UpdateStats:
+    """Run one update on `samples`, the same on all ranks, each of which takes its share, after
+    `done` updates.
+    """
+    # All ranks have all samples, so no exchange is needed
+    tokens = sum(sample.trainable for sample in samples)
     batches = batches_of(samples, config, pad_id, policy)
     return policy.update(batches, cross_entropy(tokens), temperature=1.0, place=done)
 
 
-def batches_of(samples: list[Transcript], config: TrainConfig, pad_id: int, policy: Policy) -> list[MicroBatch]:
-    """This rank's share of `samples`, the same on all ranks, in micro-batches on the device. Collective."""
+def batches_of(
+    samples: list[Transcript], config: TrainConfig, pad_id: int, policy: Policy
+) -> list[MicroBatch]:
+    """Return this rank's share of `samples`, the same on all ranks, in micro-batches on the device.
+    Collective.
+    """
     least, sizes = config.batch.shared_min, policy.work.of
-    prefixes = None if least is None else Prefixes.of([token_bytes(sample.input_ids) for sample in samples], least)
+    prefixes = (
+        None
+        if least is None
+        else Prefixes.of([token_bytes(sample.input_ids) for sample in samples], least)
+    )
     lengths = [len(sample.input_ids) for sample in samples]
     shares = deal(lengths, sizes.tokens_worth, config.policy.sequence_parallel, prefixes)
-    with agreed("reading the images of the samples") if any(sample.stored for sample in samples) else nullcontext():
+    with (
+        agreed("reading the images of the samples")
+        if any(sample.stored for sample in samples)
+        else nullcontext()
+    ):
         share = [samples[i].with_images() for i in shares[rank()]]
     return make_batches(share, config, pad_id, policy.device, sizes.tokens_worth, sizes.image_token)
 
 
 def cross_entropy(tokens: int) -> LossFn:
-    """The loss function of the mean negative log-probability over the step's `tokens` trainable tokens."""
+    """Return the loss function of the mean negative log-probability over the step's `tokens`
+    trainable tokens.
+    """
 
     def loss_fn(batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs = torch.where(batch.loss_mask.bool(), outputs.logprobs, 0.0)

@@ -1,7 +1,8 @@
-"""Make the transcripts that a warm start learns: tokenised rows, with a mask of the assistant's tokens.
+"""Make the transcripts that a warm start learns: tokenised rows, with a mask of the assistant's
+tokens.
 
-A row is a conversation in `data.messages_key`, all assistant turns of which are trained on, or a prompt (string or
-messages) with its completion in `sft.completion_key`.
+A row is a conversation in `data.messages_key`, all assistant turns of which are trained on, or a
+prompt (string or messages) with its completion in `sft.completion_key`.
 """
 
 import hashlib
@@ -50,9 +51,15 @@ class Transcript(Sample):
     stored: tuple[StoredImage, ...] = ()
 
     def with_images(self) -> Sample:
-        """A copy with its images read. Raises UserError if an image has changed since it was loaded."""
+        """Return a copy with its images read. Raises UserError if an image has changed since it was
+        loaded.
+        """
         try:
-            return replace(self, images=tuple(image.read() for image in self.stored)) if self.stored else self
+            return (
+                replace(self, images=tuple(image.read() for image in self.stored))
+                if self.stored
+                else self
+            )
         except ValueError as error:
             raise UserError(str(error)) from error
 
@@ -66,7 +73,9 @@ class Transcripts:
     remarks: list[str] = field(default_factory=list)
 
     def fingerprint(self) -> str:
-        """A digest of all tokens and masks; a position in the data is valid only in data with the same digest."""
+        """Return a digest of all tokens and masks; a position in the data is valid only in data
+        with the same digest.
+        """
         digest = hashlib.blake2b(digest_size=16)
         for sample in self.samples:
             digest.update(np.array([sample.input_ids, sample.loss_mask], np.int32).tobytes())
@@ -80,8 +89,8 @@ def load_transcripts(
 ) -> Transcripts:
     """Load the training rows, or those of `held_out`, as samples.
 
-    Rows with more than data.max_prompt_tokens + sft.max_tokens tokens are dropped and counted. Raises UserError naming
-    a row that is not valid, or if no row is left.
+    Rows with more than data.max_prompt_tokens + sft.max_tokens tokens are dropped and counted.
+    Raises UserError naming a row that is not valid, or if no row is left.
     """
     path = config.data.path if held_out is None else held_out.path
     beyond = unembedded(tokenizer, config.model)
@@ -97,18 +106,21 @@ def load_transcripts(
             samples.append(_transcript(row))
     if not samples:
         limit = config.data.max_prompt_tokens + config.sft.max_tokens
-        raise UserError(f"every row of {path} has over {limit} tokens or no assistant turn: raise sft.max_tokens")
+        raise UserError(
+            f"every row of {path} has over {limit} tokens or no assistant turn: raise sft.max_tokens"
+        )
     return Transcripts(samples, dropped, remarks.lines())
 
 
 def transcript_rows(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, held_out: HeldOutConfig | None = None
 ) -> Iterator[RenderedRow]:
-    """Yield each row of the training data, or of `held_out`, as a warm start sees it, in the file's order.
+    """Yield each row of the training data, or of `held_out`, as a warm start sees it, in the file's
+    order.
 
-    Rows that are too long or have no assistant turn are among them, as dropped; those without one have no `token_ids`.
-    The prompts describe the recipe's tools, as those of a run do. Raises UserError that names the file, and the row, if
-    data cannot be read or a row cannot be used.
+    Rows that are too long or have no assistant turn are among them, as dropped; those without one
+    have no `token_ids`. The prompts describe the recipe's tools, as those of a run do. Raises
+    UserError that names the file, and the row, if data cannot be read or a row cannot be used.
     """
     level = RolloutLevel(config, tokenizer)
     data, rules = level.data, level.image_rules
@@ -116,7 +128,9 @@ def transcript_rows(
         keys = held_out.model_dump(include={"prompt_key", "image_key"}, exclude_none=True)
         data = data.model_copy(update=held_out.model_dump(include={"path", "subset", "split"}) | keys)
     size = None if held_out is None else held_out.size
-    rows = load_rows(data.path, data.subset, data.split, size, exact=[*columns_read(data), config.sft.completion_key])
+    rows = load_rows(
+        data.path, data.subset, data.split, size, exact=[*columns_read(data), config.sft.completion_key]
+    )
     check_preferences(rows, data.path, config.sft.completion_key)
     ends = end_tokens(config.model.path, tokenizer, data, config.sampling.stop_token_ids).ids
     if rules is None:
@@ -124,7 +138,9 @@ def transcript_rows(
         rendered = _rows_without_images(rows, teacher, tokenizer)
     else:
         rows = encoded_images(rows)
-        teacher = Teacher(row_reader(data, tokenizer, rows, rules.processor), config.sft.completion_key, ends)
+        teacher = Teacher(
+            row_reader(data, tokenizer, rows, rules.processor), config.sft.completion_key, ends
+        )
         rendered = _rows_with_images(rows, teacher, rules)
     for row in rendered:
         dropped = ""
@@ -137,7 +153,8 @@ def transcript_rows(
 
 @dataclass(frozen=True)
 class Teacher:
-    """Reads what a warm start learns from a row. Its methods raise ValueError as those of `RowReader`.
+    """Reads what a warm start learns from a row. Its methods raise ValueError as those of
+    `RowReader`.
 
     `ends` are the ids that end an answer.
     """
@@ -149,8 +166,9 @@ class Teacher:
     def messages(self, row: dict[str, Any]) -> tuple[list[CleanMessage], int]:
         """Return a row's conversation, and the index of the first message that may be learned.
 
-        Of a conversation every assistant turn is learned; of a prompt with a completion, only the completion. Where the
-        conversation ends with the assistant's turn already, it is complete, and the column of completions is not read.
+        Of a conversation every assistant turn is learned; of a prompt with a completion, only the
+        completion. Where the conversation ends with the assistant's turn already, it is complete,
+        and the column of completions is not read.
         """
         prompt = self.reader.prompt(row)
         messages = self.reader.messages(row)
@@ -159,11 +177,17 @@ class Teacher:
         completion = self.completion(row)
         if completion is None or (ends and not in_prompt):
             if isinstance(prompt, str):
-                raise ValueError(f"has a prompt, but no completion in {self.completion_key!r} (sft.completion_key)")
+                raise ValueError(
+                    f"has a prompt, but no completion in {self.completion_key!r} (sft.completion_key)"
+                )
             return messages, 0
         if ends:
-            remedy = f"name its column in data.messages_key, or drop that turn or {self.completion_key!r}"
-            raise ValueError(f"ends its prompt with an assistant's turn, and has a completion besides: {remedy}")
+            remedy = (
+                f"name its column in data.messages_key, or drop that turn or {self.completion_key!r}"
+            )
+            raise ValueError(
+                f"ends its prompt with an assistant's turn, and has a completion besides: {remedy}"
+            )
         return messages + completion, len(messages) if in_prompt else 0
 
     def completion(self, row: dict[str, Any]) -> list[CleanMessage] | None:
@@ -183,10 +207,11 @@ class Teacher:
         return [{"role": "assistant", "content": str(value)}]
 
     def pieces(self, row: dict[str, Any], messages: list[CleanMessage], first: int) -> Pieces:
-        """Split a row's text into pieces of context and of the assistant in turn, beginning with context.
+        """Split a row's text into pieces of context and of the assistant in turn, beginning with
+        context.
 
-        `messages` are those of `messages`, with placeholders of images. The template is rendered without and with each
-        assistant turn: the difference is the turn with its markers.
+        `messages` are those of `messages`, with placeholders of images. The template is rendered
+        without and with each assistant turn: the difference is the turn with its markers.
         """
         tools = self.reader.tools(row)
         pieces: Pieces = []
@@ -197,7 +222,9 @@ class Teacher:
             for end, learned in ((index, False), (index + 1, True)):
                 text = self.reader.render(messages[:end], tools, add_generation_prompt=not learned)
                 if not text.startswith(done):
-                    raise ValueError(f"cannot be used: the chat template changes the text before message {end}")
+                    raise ValueError(
+                        f"cannot be used: the chat template changes the text before message {end}"
+                    )
                 pieces.append((text[len(done) :], learned))
                 done = text
         return pieces
@@ -207,7 +234,9 @@ class Teacher:
         prompt = self.reader.prompt(row)
         completion = self.completion(row)
         if completion is None:
-            raise ValueError(f"has a prompt, but no completion in {self.completion_key!r} (sft.completion_key)")
+            raise ValueError(
+                f"has a prompt, but no completion in {self.completion_key!r} (sft.completion_key)"
+            )
         return [(prompt, False), (completion[0]["content"], True)]
 
 
@@ -226,7 +255,9 @@ def _rows_without_images(
         return _rendered(row, messages, reader.tools(row), pieces, reader), pieces
 
     for chunk in in_chunks(rows, reader.config.path, read):
-        samples = encode([pieces for _, _, (_, pieces) in chunk], tokenizer, reader.form is not None, teacher.ends)
+        samples = encode(
+            [pieces for _, _, (_, pieces) in chunk], tokenizer, reader.form is not None, teacher.ends
+        )
         for index, _, (rendered, pieces) in chunk:
             sample = next(samples) if pieces else None
             yield _with_sample(replace(rendered, index=index), sample)
@@ -258,7 +289,9 @@ def _with_sample(rendered: RenderedRow, sample: Transcript | None) -> RenderedRo
 
 def _transcript(row: RenderedRow) -> Transcript:
     ids = list(row.token_ids)
-    return Transcript(ids, list(row.learned), [0.0] * len(ids), image_spans=row.image_spans, stored=row.images)
+    return Transcript(
+        ids, list(row.learned), [0.0] * len(ids), image_spans=row.image_spans, stored=row.images
+    )
 
 
 def _rows_with_images(rows: "Dataset", teacher: Teacher, rules: ImageRules) -> Iterator[RenderedRow]:
@@ -271,7 +304,10 @@ def _rows_with_images(rows: "Dataset", teacher: Teacher, rules: ImageRules) -> I
         if reader.form is None:
             return row_images(row, data, data.path)
         messages, images = messages_and_images(teacher.messages(row)[0], row, data, data.path)
-        last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+        last = max(
+            (index for index, message in enumerate(messages) if message["role"] == "assistant"),
+            default=-1,
+        )
         contents = [message.get("content") for message in messages[: last + 1]]
         parts = [part for content in contents if isinstance(content, list) for part in content]
         return images[: sum(part["type"] == "image" for part in parts)]
@@ -288,7 +324,9 @@ def _rows_with_images(rows: "Dataset", teacher: Teacher, rules: ImageRules) -> I
         if not pieces:
             return rendered, None, ()
         images = rules.read(sources(row))
-        sample = _encode_with_images(pieces, images, rules.processor, reader.form is not None, teacher.ends)
+        sample = _encode_with_images(
+            pieces, images, rules.processor, reader.form is not None, teacher.ends
+        )
         return rendered, sample, images
 
     for chunk in in_chunks(rows, data.path, read):
@@ -300,12 +338,20 @@ def _rows_with_images(rows: "Dataset", teacher: Teacher, rules: ImageRules) -> I
 
 
 def _encode_with_images(
-    pieces: Pieces, images: tuple[Image, ...], processor: ImageProcessor, templated: bool, ends: list[int]
+    pieces: Pieces,
+    images: tuple[Image, ...],
+    processor: ImageProcessor,
+    templated: bool,
+    ends: list[int],
 ) -> Transcript:
-    """Tokenises one row with images, as `encode` does without. Images within an assistant turn are context, too."""
+    """Tokenise one row with images, as `encode` does without. Images within an assistant turn are
+    context, too.
+    """
     if (count := sum(text.count(processor.image_token) for text, _ in pieces)) != len(images):
         mark = processor.image_token
-        raise ValueError(f"has {len(images)} images, but {count} placeholders ({mark}) for them in its text")
+        raise ValueError(
+            f"has {len(images)} images, but {count} placeholders ({mark}) for them in its text"
+        )
     encoded, spans, begin, rest = [], list[tuple[int, int]](), 0, images
     for number, (text, _) in enumerate(pieces):
         first, rest = rest[: (count := text.count(processor.image_token))], rest[count:]
@@ -323,15 +369,17 @@ def _encode_with_images(
 def encode(
     transcripts: list[Pieces], tokenizer: PreTrainedTokenizerBase, templated: bool, ends: list[int]
 ) -> Iterator[Transcript]:
-    """Tokenises piece by piece, so that prompts have the same ids as in a rollout; the mask is by position.
+    """Tokenise piece by piece, so that prompts have the same ids as in a rollout; the mask is by
+    position.
 
-    The mask is 1 on the tokens of an assistant's piece up to the first of `ends`, the ids that end an answer, which the
-    assistant would sample; a newline that the template adds after it is context. Tokens after the last masked one are
-    cut off, since nothing depends on them.
+    The mask is 1 on the tokens of an assistant's piece up to the first of `ends`, the ids that end
+    an answer, which the assistant would sample; a newline that the template adds after it is
+    context. Tokens after the last masked one are cut off, since nothing depends on them.
     """
     eos = tokenizer.eos_token_id
     transcripts = [pieces for pieces in transcripts if pieces]
-    # A template writes its own special tokens; plain text still needs the tokenizer's, before the prompt.
+    # A template writes its own special tokens; plain text still needs the tokenizer's, before the
+    # prompt.
     beginnings = [pieces[0][0] for pieces in transcripts]
     firsts = iter(_ids(beginnings, tokenizer) if templated else plain_ids(tokenizer, beginnings))
     later = iter(_ids([text for pieces in transcripts for text, _ in pieces[1:]], tokenizer))
@@ -341,7 +389,7 @@ def encode(
 
 
 def _masked(pieces: list[list[int]], learned: list[bool], ends: list[int], eos: int) -> Transcript:
-    """Joins tokenised pieces to one sample with the mask that `encode` describes."""
+    """Join tokenised pieces to one sample with the mask that `encode` describes."""
     input_ids, mask = list[int](), list[int]()
     for piece, by_assistant in zip(pieces, learned, strict=True):
         sampled = 0

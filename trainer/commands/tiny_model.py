@@ -1,7 +1,8 @@
-"""Maker of a tiny, randomly initialised model with tokenizer and chat template, which needs no network.
+"""Maker of a tiny, randomly initialised model with tokenizer and chat template, which needs no
+network.
 
-The result is an ordinary Hugging Face folder with float32 safetensors. The tokenizer has one token per byte (so every
-digit is a token), and one for each role name and marker of chats and tool calls.
+The result is an ordinary Hugging Face folder with float32 safetensors. The tokenizer has one token
+per byte (so every digit is a token), and one for each role name and marker of chats and tool calls.
 """
 
 from pathlib import Path
@@ -21,12 +22,20 @@ from transformers import (
 from trainer.surroundings import follow_umask
 
 PAD, BOS, EOS, START = "<|endoftext|>", "<|bos|>", "<|im_end|>", "<|im_start|>"
-TOOL_MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+TOOL_MARKS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+]
 ROLES = ["system", "user", "assistant", "tool"]
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "gemma3", "qwen3_moe", "deepseek_v2", "lfm2")
 
-# Rendering is plain concatenation, message by message: a longer conversation always begins with the shorter one's text.
+# Rendering is plain concatenation, message by message: a longer conversation always begins with the
+# shorter one's text.
 CHAT_TEMPLATE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -55,19 +64,22 @@ CHAT_TEMPLATE = """\
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Makes a tokenizer with one token per byte; with special tokens, role names and markers it has 270 tokens.
+    """Make a tokenizer with one token per byte; with special tokens, role names and markers it has
+    270 tokens.
 
     Any text survives encoding and decoding.
     """
     special = [PAD, BOS, EOS, START]
-    # Byte level like Qwen's, since Transformers gives a Qwen2 folder that pre-tokenizer, whatever its file says.
+    # Byte level like Qwen's, since Transformers gives a Qwen2 folder that pre-tokenizer, whatever
+    # its file says.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(special + TOOL_MARKS + ROLES + alphabet)}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-    # These are ordinary tokens, as in released models: decoded text has them even if special tokens are skipped.
+    # These are ordinary tokens, as in released models: decoded text has them even if special tokens
+    # are skipped.
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TOOL_MARKS + ROLES])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -82,9 +94,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def text_settings(
-    tokenizer: PreTrainedTokenizerBase, hidden_size: int, layers: int, heads: int, kv_heads: int, tied: bool
+    tokenizer: PreTrainedTokenizerBase,
+    hidden_size: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    tied: bool,
 ) -> dict[str, Any]:
-    """The settings that the language models of all architectures have."""
+    """Return the settings that the language models of all architectures have."""
     return {
         "hidden_size": hidden_size,
         "num_hidden_layers": layers,
@@ -92,7 +109,8 @@ def text_settings(
         "num_key_value_heads": kv_heads,
         "head_dim": hidden_size // heads,
         "max_position_embeddings": 2048,
-        # The usual 0.02 suits widths of thousands: at this width the layers would start near zero and learn late.
+        # The usual 0.02 suits widths of thousands: at this width the layers would start near zero
+        # and learn late.
         "initializer_range": hidden_size**-0.5,
         "tie_word_embeddings": tied,
         **token_ids(tokenizer),
@@ -100,14 +118,14 @@ def text_settings(
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """The ids of special tokens, under the names that a model's configurations give them."""
+    """Return the ids of special tokens, under the names that a model's configurations give them."""
     return {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
 
 
 def special_settings(
     architecture: str, layers: int, heads: int, head_dim: int, experts: int, width: int
 ) -> dict[str, Any]:
-    """The settings that only one architecture has, or that it fixes."""
+    """Return the settings that only one architecture has, or that it fixes."""
     moe = {"num_experts_per_tok": 2, "moe_intermediate_size": width}
     if architecture == "gemma3":
         return {"query_pre_attn_scalar": head_dim, "sliding_window": 64}
@@ -118,12 +136,23 @@ def special_settings(
         return {"layer_types": types, "conv_dim": heads * head_dim, "block_dim": heads * head_dim}
     if architecture != "deepseek_v2":
         return {}
-    # vLLM's attention on CPU supports one size of latent vectors, 512 and 64; and its plain rotary embedding on CPU
-    # (0.32) is wrong for queries that are part of a larger tensor, as MLA's are; the scaled kind of released models is
-    # right.
+    # vLLM's attention on CPU supports one size of latent vectors, 512 and 64; and its plain rotary
+    # embedding on CPU (0.32) is wrong for queries that are part of a larger tensor, as MLA's are;
+    # the scaled kind of released models is right.
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
-    rope = yarn | {"rope_theta": 10000.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
-    sizes = {"q_lora_rank": 3 * head_dim // 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+    rope = yarn | {
+        "rope_theta": 10000.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    sizes = {
+        "q_lora_rank": 3 * head_dim // 2,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "head_dim": 64,
+    }
     sizes |= {"qk_nope_head_dim": head_dim, "v_head_dim": head_dim, "num_key_value_heads": heads}
     mixture = {"first_k_dense_replace": 1, "n_routed_experts": experts, "n_shared_experts": 1}
     return moe | sizes | mixture | {"n_group": 1, "topk_group": 1, "rope_parameters": rope}
@@ -144,13 +173,14 @@ def make_tiny_model(
     vocab_size: int = 288,
     seed: int = 0,
 ) -> Path:
-    """Writes model, tokenizer and generation config to `folder`, and returns the folder.
+    """Write model, tokenizer and generation config to `folder`, and return the folder.
 
-    The defaults make 1.02 M parameters. `tokenizer` stands for the one with a token per byte. vocab_size may exceed the
-    tokenizer's tokens, as in released models; an untrained model then samples ids that the tokenizer does not have.
+    The defaults make 1.02 M parameters. `tokenizer` stands for the one with a token per byte.
+    vocab_size may exceed the tokenizer's tokens, as in released models; an untrained model then
+    samples ids that the tokenizer does not have.
 
-    Raises:
-        ValueError: vocab_size is smaller than the tokenizer; or `tied` for an architecture that vLLM never ties.
+    Raises: ValueError: vocab_size is smaller than the tokenizer; or `tied` for an architecture that
+        vLLM never ties.
     """
     folder = Path(folder)
     tokenizer = tokenizer or make_tokenizer()
@@ -160,7 +190,9 @@ def make_tiny_model(
         raise ValueError("vLLM does not support deepseek_v2 with a tied head: make it untied")
     shape = text_settings(tokenizer, hidden_size, layers, heads, kv_heads, tied)
     shape |= {"vocab_size": vocab_size, "intermediate_size": intermediate_size, "dtype": "float32"}
-    shape |= special_settings(architecture, layers, heads, hidden_size // heads, experts, intermediate_size // 2)
+    shape |= special_settings(
+        architecture, layers, heads, hidden_size // heads, experts, intermediate_size // 2
+    )
     config = AutoConfig.for_model("gemma3_text" if architecture == "gemma3" else architecture, **shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

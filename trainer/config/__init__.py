@@ -1,1 +1,3 @@
-"""Recipes: every key with its type, default and meaning, read and checked before torch is loaded."""
+"""Recipes: every key with its type, default and meaning, read and checked before torch is
+loaded.
+"""

@@ -1,6 +1,7 @@
 """Checks of conditions between keys, and between keys and the machine, before torch loads anything.
 
-Each check yields sentences; `check_config` gathers them, so that a recipe is corrected in one go. No torch is imported.
+Each check yields sentences; `check_config` gathers them, so that a recipe is corrected in one go.
+No torch is imported.
 """
 
 import difflib
@@ -24,7 +25,14 @@ from generation.engine.settings import (
 )
 from trainer.config.adapter import check_start
 from trainer.config.algorithm import check_algorithm
-from trainer.config.machine import check_device, device_gib, host_gib, rank_count, resolve_device, unwritable
+from trainer.config.machine import (
+    check_device,
+    device_gib,
+    host_gib,
+    rank_count,
+    resolve_device,
+    unwritable,
+)
 from trainer.config.model_file import (
     EXPERT_KEYS,
     HUB_NAME,
@@ -52,22 +60,47 @@ COMPLETE_MARKER = "COMPLETE"
 IDENTITY_DIGESTS = ("data", "model", "tokenizer")
 IDENTITY_SECTIONS = ("algorithm",)
 IDENTITY_KEYS = (
-    "batch.prompts_per_step", "batch.updates_per_step", "lora.alpha", "lora.dropout", "lora.rank", "lora.start",
-    "lora.target_modules", "lora.use_rslora", "policy.optimizer", "reward.functions", "rollout.ahead", "rollout.lag",
-    "rollout.old_tokens", "rollout.slice_tokens", "run.seed", "sampling.stop_token_ids",
-)  # fmt: skip
-"""Digests, sections and keys of the recipe by which a resumed run is compared with its checkpoint (`run.keeper`)."""
+    "batch.prompts_per_step",
+    "batch.updates_per_step",
+    "lora.alpha",
+    "lora.dropout",
+    "lora.rank",
+    "lora.start",
+    "lora.target_modules",
+    "lora.use_rslora",
+    "policy.optimizer",
+    "reward.functions",
+    "rollout.ahead",
+    "rollout.lag",
+    "rollout.old_tokens",
+    "rollout.slice_tokens",
+    "run.seed",
+    "sampling.stop_token_ids",
+)
+"""Digests, sections and keys of the recipe by which a resumed run is compared with its checkpoint
+(`run.keeper`).
+"""
 
 _MOST_ANSWERS = 2**20  # in a step, since all of them are in memory
 _OWN_TEMPLATE_KEYS = {
-    "conversation", "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",
-    "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation",
-}  # fmt: skip
+    "conversation",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+}
 Command = Literal["train", "sft", "eval"]
 
 
 def check_config(config: TrainConfig, command: Command, environ: Mapping[str, str] = os.environ) -> None:
-    """Raises UserError with one sentence for each problem, those of the files of weights and tokenizers included.
+    """Raise UserError with one sentence for each problem, those of the files of weights and
+    tokenizers included.
 
     Arguments are those of `find_problems`.
     """
@@ -78,11 +111,13 @@ def check_config(config: TrainConfig, command: Command, environ: Mapping[str, st
         raise UserError(*problems)
 
 
-def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Lists one sentence for each problem of a recipe that `command` would run into.
+def find_problems(
+    config: TrainConfig, command: Command, environ: Mapping[str, str] = os.environ
+) -> list[str]:
+    """List one sentence for each problem of a recipe that `command` would run into.
 
-    sft neither samples nor has rewards, and eval does not train. `environ` has torchrun's variables (without them there
-    is one rank on one machine) and those of the allocator.
+    sft neither samples nor has rewards, and eval does not train. `environ` has torchrun's variables
+    (without them there is one rank on one machine) and those of the allocator.
     """
     try:
         ranks = rank_count(environ)
@@ -121,11 +156,17 @@ def find_problems(config: TrainConfig, command: Command, environ: Mapping[str, s
 
 
 def _check_files(config: TrainConfig, command: Command) -> Iterator[str]:
-    """Checks the files of models that are folders here; `fetch_model` checks those of a model from the hub."""
+    """Check the files of models that are folders here; `fetch_model` checks those of a model from
+    the hub.
+    """
     paths = {"model.path": config.model.path}
     if command == "train" and config.algorithm.teacher is not None:
         paths["algorithm.teacher"] = config.algorithm.teacher
-    if command == "train" and config.critic.path is not None and config.algorithm.advantage_record.takes("values"):
+    if (
+        command == "train"
+        and config.critic.path is not None
+        and config.algorithm.advantage_record.takes("values")
+    ):
         paths["critic.path"] = config.critic.path
     for key, path in paths.items():
         needs_head = command != "eval" and key != "critic.path"  # engines untie a head by themselves
@@ -148,39 +189,60 @@ def _check_files(config: TrainConfig, command: Command) -> Iterator[str]:
 def _check_images(config: TrainConfig) -> Iterator[str]:
     data = config.data
     if not data.max_images:
-        if data.image_key is not None or any(dataset.image_key for dataset in config.eval.datasets.values()):
-            yield "data.image_key is set, but data.max_images is 0: set it to the most images that a prompt has"
+        if data.image_key is not None or any(
+            dataset.image_key for dataset in config.eval.datasets.values()
+        ):
+            yield (
+                "data.image_key is set, but data.max_images is 0: set it to the most images that a "
+                "prompt has"
+            )
         return
     if os.path.isdir(config.model.path) and not is_multimodal(config.model.path):
-        yield f"data.max_images is {data.max_images}, but {config.model.path} takes no images (it has no vision_config)"
+        yield (
+            f"data.max_images is {data.max_images}, but {config.model.path} takes no images (it has no "
+            "vision_config)"
+        )
     if config.rollout.tools and config.rollout.tool_parser == "inline":
-        yield "data.max_images is set, but rollout.tool_parser is inline, which takes only text replies: use another"
+        yield (
+            "data.max_images is set, but rollout.tool_parser is inline, which takes only text replies: "
+            "use another"
+        )
     if "mm_processor_kwargs" in config.engine.extra:
         yield "engine.extra has mm_processor_kwargs, which data.max_images decides: leave it out"
 
 
 def _check_paths(config: TrainConfig, command: Command) -> Iterator[str]:
     named = [("data.path", config.data.path)]
-    named += [(f"eval.datasets.{name}.path", dataset.path) for name, dataset in config.eval.datasets.items()]
+    named += [
+        (f"eval.datasets.{name}.path", dataset.path) for name, dataset in config.eval.datasets.items()
+    ]
     for key, path in named:
         made = ("reasoning_gym:", *(["verifiers:"] if config.rollout.verifiers else []))
         if os.path.exists(path) or path.startswith(made):
             continue
-        if Path(path).suffix in (".jsonl", ".json", ".parquet") or not HUB_NAME.fullmatch(path):  # it looks local
+        if Path(path).suffix in (".jsonl", ".json", ".parquet") or not HUB_NAME.fullmatch(path):
+            # it looks local
             yield f"{key}: there is no file or folder {path}"
     if command != "eval" and (reason := unwritable(config.run.folder)):
-        yield f"run.output_dir: {config.run.folder} cannot be made or written to, as {reason}: name another"
+        yield (
+            f"run.output_dir: {config.run.folder} cannot be made or written to, as {reason}: name "
+            "another"
+        )
 
 
 def _check_backend(config: TrainConfig) -> Iterator[str]:
     policy = config.policy
     if policy.backend == "deepspeed" and find_spec("deepspeed") is None:
-        yield "policy.backend is deepspeed, but DeepSpeed is not installed: pip install 'hotbunk[deepspeed]'"
+        yield (
+            "policy.backend is deepspeed, but DeepSpeed is not installed: pip install "
+            "'hotbunk[deepspeed]'"
+        )
     if policy.backend == "deepspeed" and policy.zero_stage == 1 and policy.dtype == "bfloat16":
         # BF16_Optimizer's `fp32_groups_gradients_flat` (deepspeed/runtime/bf16_optimizer.py).
         yield (
-            "policy.zero_stage: 1 in bfloat16 keeps float32 gradients of the whole model on every rank at all times: "
-            "set it to 2, which computes the same in less memory, or policy.dtype to float32"
+            "policy.zero_stage: 1 in bfloat16 keeps float32 gradients of the whole model on every "
+            "rank at all times: set it to 2, which computes the same in less memory, or policy.dtype "
+            "to float32"
         )
     fsdp_only = {"policy.compile": policy.compile, "critic.shared": config.critic.shared}
     fsdp_only["policy.shard_size"] = policy.shard_size is not None
@@ -193,14 +255,20 @@ def _check_backend(config: TrainConfig) -> Iterator[str]:
             "set policy.activation_checkpointing to full"
         )
     if policy.update_on == "host" and policy.offload != "none":
-        yield "policy.offload is set, but policy.update_on: host keeps that state in host memory: leave one out"
+        yield (
+            "policy.offload is set, but policy.update_on: host keeps that state in host memory: leave "
+            "one out"
+        )
     yield from check_optimizer(policy)
     if (product := policy.lr * policy.weight_decay) >= 1:
-        yield f"policy.lr * policy.weight_decay = {product:g} would reduce weights to 0 in one step: lower one"
+        yield (
+            f"policy.lr * policy.weight_decay = {product:g} would reduce weights to 0 in one step: "
+            "lower one"
+        )
 
 
 def models_of(config: TrainConfig, command: Command) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the trainer's models: the keys that name them, and their config.json."""
+    """Yield the trainer's models: the keys that name them, and their config.json."""
     paths: dict[str, str | None] = {"model.path": config.model.path}
     if command == "train":
         paths |= {"critic.path": config.critic.path, "algorithm.teacher": config.algorithm.teacher}
@@ -210,15 +278,23 @@ def models_of(config: TrainConfig, command: Command) -> Iterator[tuple[str, dict
 
 
 def _check_positions(config: TrainConfig, command: Command) -> Iterator[str]:
-    """Checks that a sequence's log-probabilities cannot depend on the other sequences of its micro-batch."""
+    """Check that a sequence's log-probabilities cannot depend on the other sequences of its
+    micro-batch.
+    """
     if command == "sft":
-        keys, longest = "data.max_prompt_tokens + sft.max_tokens", config.data.max_prompt_tokens + config.sft.max_tokens
+        keys, longest = (
+            "data.max_prompt_tokens + sft.max_tokens",
+            config.data.max_prompt_tokens + config.sft.max_tokens,
+        )
     else:
         keys, longest = "engine.max_model_len", config.engine.max_model_len
     for name, model in models_of(config, command):
         if (steady := steady_positions(model)) is not None and longest > steady[1]:
             kind, tokens = steady
-            why = f"beyond {tokens} tokens the {kind} positions of {name} depend on the longest sequence of a batch"
+            why = (
+                f"beyond {tokens} tokens the {kind} positions of {name} depend on the longest sequence "
+                "of a batch"
+            )
             yield f"{keys} = {longest}, but {why}: lower {'them' if ' ' in keys else 'it'}"
 
 
@@ -228,7 +304,10 @@ def _check_lora(config: TrainConfig, command: str) -> Iterator[str]:
     if not lora.rank:
         return
     if config.policy.freeze:
-        yield "policy.freeze is set, but adapters freeze everything else: leave it out, or set lora.rank to 0"
+        yield (
+            "policy.freeze is set, but adapters freeze everything else: leave it out, or set lora.rank "
+            "to 0"
+        )
     if find_spec("peft") is None:
         yield "lora.rank is set, but PEFT is not installed: pip install 'hotbunk[lora]'"
     if not lora.target_modules:
@@ -236,29 +315,44 @@ def _check_lora(config: TrainConfig, command: str) -> Iterator[str]:
     if command == "sft" or not lora.engines_apply:
         return
     if lora.rank > LORA_RANKS[-1]:
-        yield f"lora.rank is {lora.rank}, but vLLM takes adapters up to {LORA_RANKS[-1]}: set lora.sync to merged"
+        yield (
+            f"lora.rank is {lora.rank}, but vLLM takes adapters up to {LORA_RANKS[-1]}: set lora.sync "
+            "to merged"
+        )
     if config.engine.load_format == "dummy":
-        yield "engine.load_format is dummy, but engines load the base of an adapter themselves: set it to auto"
+        yield (
+            "engine.load_format is dummy, but engines load the base of an adapter themselves: set it "
+            "to auto"
+        )
     dtype = config.engine.dtype or config.policy.dtype
-    if dtype == "float32" and resolve_device(config) == "cuda":  # an assertion in vllm/lora/ops/triton_ops
-        yield "lora.sync is adapter, impossible on CUDA in float32: set it to merged, or engine.dtype to bfloat16"
+    if dtype == "float32" and resolve_device(config) == "cuda":
+        # an assertion in vllm/lora/ops/triton_ops
+        yield (
+            "lora.sync is adapter, impossible on CUDA in float32: set it to merged, or engine.dtype to "
+            "bfloat16"
+        )
 
 
 def _check_batch(config: TrainConfig, ranks: int) -> Iterator[str]:
-    prompts, group, updates = config.batch.prompts_per_step, config.algorithm.group_size, config.batch.updates_per_step
+    prompts, group, updates = (
+        config.batch.prompts_per_step,
+        config.algorithm.group_size,
+        config.batch.updates_per_step,
+    )
     samples = prompts * group
     name = "batch.prompts_per_step * algorithm.group_size"
     yield from check_divides(name, samples, "the number of ranks", ranks)
     smallest = prompts // updates * group  # a step is cut between groups, never within one
     if not smallest:
         yield (
-            f"batch.prompts_per_step is {prompts}, but each of batch.updates_per_step = {updates} updates needs a "
-            "prompt of its own: raise one or lower the other"
+            f"batch.prompts_per_step is {prompts}, but each of batch.updates_per_step = {updates} "
+            "updates needs a prompt of its own: raise one or lower the other"
         )
     elif smallest < ranks:
         yield (
-            f"{name} = {samples} leaves some of {ranks} ranks without an answer in an update, since the smallest of "
-            f"{updates} updates has {smallest}: raise batch.prompts_per_step or lower batch.updates_per_step"
+            f"{name} = {samples} leaves some of {ranks} ranks without an answer in an update, since "
+            f"the smallest of {updates} updates has {smallest}: raise batch.prompts_per_step or lower "
+            "batch.updates_per_step"
         )
     if config.eval.every and not config.eval.datasets:
         yield "eval.every is set, but there is nothing to evaluate on: set eval.datasets"
@@ -266,11 +360,15 @@ def _check_batch(config: TrainConfig, ranks: int) -> Iterator[str]:
 
 def _check_sampling(config: TrainConfig) -> Iterator[str]:
     if config.sampling.temperature == 0:
-        yield "sampling.temperature is 0, but greedy answers to a prompt are all the same: set it above 0 to train"
+        yield (
+            "sampling.temperature is 0, but greedy answers to a prompt are all the same: set it above "
+            "0 to train"
+        )
     if config.sync.verify != "off" and (limit := config.engine.max_model_len) < LEAST_MODEL_LEN:
         yield (
-            f"engine.max_model_len is {limit}, but sync.verify has the engines score {LEAST_MODEL_LEN - 1} tokens: "
-            f"make it at least {LEAST_MODEL_LEN}, or set sync.verify to off"
+            f"engine.max_model_len is {limit}, but sync.verify has the engines score "
+            f"{LEAST_MODEL_LEN - 1} tokens: make it at least {LEAST_MODEL_LEN}, or set sync.verify to "
+            "off"
         )
 
 
@@ -279,7 +377,10 @@ def _check_evaluation(config: TrainConfig) -> Iterator[str]:
         yield "reward.functions is empty: name at least one, such as [{name: exact_match}]"
     if config.reward.error_reward and config.reward.failed == "leave_out":
         value = f"{config.reward.error_reward:g}, but reward.failed is leave_out"
-        yield f"reward.error_reward is {value}: set reward.failed to error_reward, or leave error_reward out"
+        yield (
+            f"reward.error_reward is {value}: set reward.failed to error_reward, or leave error_reward "
+            "out"
+        )
     for name, dataset in config.eval.datasets.items():
         samples = dataset.samples or config.eval.samples
         if above := [k for k in config.eval.k if k > samples]:
@@ -290,56 +391,97 @@ def _check_evaluation(config: TrainConfig) -> Iterator[str]:
 def _check_lengths(config: TrainConfig) -> Iterator[str]:
     limit = config.engine.max_model_len
     longest = [("sampling", config.sampling.max_tokens), ("eval", config.eval.max_tokens)]
-    longest += [(f"eval.datasets.{name}", dataset.max_tokens) for name, dataset in config.eval.datasets.items()]
+    longest += [
+        (f"eval.datasets.{name}", dataset.max_tokens) for name, dataset in config.eval.datasets.items()
+    ]
     for key, tokens in longest:
         total = config.data.max_prompt_tokens + (tokens or 0)
         if total > limit:
             names = f"data.max_prompt_tokens + {key}.max_tokens"
-            yield f"{names} = {total} is more than engine.max_model_len = {limit}: raise that, or lower one of them"
+            yield (
+                f"{names} = {total} is more than engine.max_model_len = {limit}: raise that, or lower "
+                "one of them"
+            )
 
 
 def _check_rollout(config: TrainConfig) -> Iterator[str]:
     rollout, named = config.rollout, config.rollout.code
     if len(named) > 1:
-        yield f"rollout.{named[0]} and rollout.{named[1]} are both set, but only one can run an episode: leave one out"
+        yield (
+            f"rollout.{named[0]} and rollout.{named[1]} are both set, but only one can run an episode: "
+            "leave one out"
+        )
     if rollout.tools and (custom := [key for key in named if key != "environment"]):
-        yield f"rollout.tools is set, but rollout.{custom[0]} calls its tools itself: leave one of the two out"
+        yield (
+            f"rollout.tools is set, but rollout.{custom[0]} calls its tools itself: leave one of the "
+            "two out"
+        )
     if rollout.mcp and (custom := [key for key in named if key != "environment"]):
-        yield f"rollout.mcp is set, but rollout.{custom[0]} calls its tools itself: leave one of the two out"
+        yield (
+            f"rollout.mcp is set, but rollout.{custom[0]} calls its tools itself: leave one of the two "
+            "out"
+        )
     if rollout.mcp and None in (find_spec("mcp"), find_spec("cryptography")):  # mcp imports cryptography
         yield "rollout.mcp is set, but the MCP SDK is not installed: pip install 'hotbunk[mcp]'"
     for name, server in rollout.mcp.items():
         if bool(server.command) == (server.url is not None):
-            yield f"rollout.mcp.{name} needs a command to start, or the url of a server that runs: set one of the two"
+            yield (
+                f"rollout.mcp.{name} needs a command to start, or the url of a server that runs: set "
+                "one of the two"
+            )
     if rollout.kwargs and not named:
-        yield "rollout.kwargs is set, but only environment, custom, sampler or client take them: set one of these"
+        yield (
+            "rollout.kwargs is set, but only environment, custom, sampler or client take them: set one "
+            "of these"
+        )
     if rollout.kwargs and rollout.verifiers is not None:
-        yield "rollout.kwargs is set, but an environment of verifiers takes rollout.verifiers.args: move them there"
+        yield (
+            "rollout.kwargs is set, but an environment of verifiers takes rollout.verifiers.args: move "
+            "them there"
+        )
     if rollout.verifiers is not None and not config.data.path.startswith("verifiers:"):
         yield "data.path is set, but the tasks of rollout.verifiers are the prompts: leave data.path out"
     if rollout.tool_parser == "inline" and named:
-        yield f"rollout.tool_parser is inline, which works with rollout.tools only: rollout.{named[0]} takes messages"
+        yield (
+            f"rollout.tool_parser is inline, which works with rollout.tools only: rollout.{named[0]} "
+            "takes messages"
+        )
     if rollout.sampler and rollout.tool_parser not in ("hermes", "inline"):
-        parser = f"rollout.tool_parser is {rollout.tool_parser}, but rollout.sampler reads calls by itself"
+        parser = (
+            f"rollout.tool_parser is {rollout.tool_parser}, but rollout.sampler reads calls by itself"
+        )
         yield f"{parser}: leave tool_parser out"
     if rollout.inline_tags != InlineTagsConfig() and rollout.tool_parser != "inline":
-        yield "rollout.inline_tags is set, but rollout.tool_parser is not inline: set that, or leave the tags out"
+        yield (
+            "rollout.inline_tags is set, but rollout.tool_parser is not inline: set that, or leave the "
+            "tags out"
+        )
     if rollout.inline_tags.start == rollout.inline_tags.end:
-        yield f"rollout.inline_tags: start and end are both {rollout.inline_tags.end!r}: set two different tags"
+        yield (
+            f"rollout.inline_tags: start and end are both {rollout.inline_tags.end!r}: set two "
+            "different tags"
+        )
     if "{error}" not in rollout.tool_error:
-        yield f"rollout.tool_error is {rollout.tool_error!r}, but must have {{error}} in the place of the error"
+        yield (
+            f"rollout.tool_error is {rollout.tool_error!r}, but must have {{error}} in the place of the "
+            "error"
+        )
     for key in config.data.chat_template_kwargs.keys() & _OWN_TEMPLATE_KEYS:
         yield f"data.chat_template_kwargs may not hold {key}, which Hotbunk sets itself: leave it out"
 
 
 def _check_extra(config: TrainConfig, command: Command) -> Iterator[str]:
-    """Checks engine.extra, since vLLM complains only when it starts, or acts without the trainer's knowledge."""
+    """Check engine.extra, since vLLM complains only when it starts, or acts without the trainer's
+    knowledge.
+    """
     extra = config.engine.extra
     names = engine_argument_names() if extra else None
     for key, value in extra.items():
         if key in OWN_ARGUMENTS:
             by = OWN_ARGUMENTS[key]
-            yield f"engine.extra.{key} is Hotbunk's to set" + (f": set {by} instead" if by else ": leave it out")
+            yield f"engine.extra.{key} is Hotbunk's to set" + (
+                f": set {by} instead" if by else ": leave it out"
+            )
         elif value and key in UNSYNCED and (command == "train" or key in DRAFTING):
             yield f"engine.extra.{key} {UNSYNCED[key]}: leave it out"
         elif names is not None and key not in names:
@@ -351,41 +493,69 @@ def _check_extra(config: TrainConfig, command: Command) -> Iterator[str]:
 
 
 def _check_memory(config: TrainConfig) -> Iterator[str]:
-    """Checks for single sizes that exceed the machine; `hotbunk plan` estimates whether all of them fit together."""
+    """Check for single sizes that exceed the machine; `hotbunk plan` estimates whether all of them
+    fit together.
+    """
     engine, asked = config.engine, config.engine.kv_cache_gib
     prompts = config.batch.prompts_per_step * (config.algorithm.oversampling + config.rollout.ahead)
     answers = prompts * config.algorithm.group_size
     if answers > _MOST_ANSWERS:
         names = "batch.prompts_per_step * algorithm.group_size * algorithm.oversampling"
         names += ", with rollout.ahead," * bool(config.rollout.ahead)
-        yield f"{names} = {answers:g} answers in a step, but at most {_MOST_ANSWERS} are possible: lower one of them"
+        yield (
+            f"{names} = {answers:g} answers in a step, but at most {_MOST_ANSWERS} are possible: lower "
+            "one of them"
+        )
     if (table := 4 * engine.max_num_seqs * engine.max_model_len / 2**30) > (host := host_gib()):
         names = "engine.max_num_seqs * engine.max_model_len"
-        yield f"{names}: vLLM's table of ids takes {table:g} GiB, and this machine has {host:.0f}: lower one of them"
+        yield (
+            f"{names}: vLLM's table of ids takes {table:g} GiB, and this machine has {host:.0f}: lower "
+            "one of them"
+        )
     cuda = resolve_device(config) == "cuda"
     there = device_gib() if cuda and asked is not None and gpu_visible() else host
-    if asked is not None and there is not None and asked * (1 if cuda else engine.tensor_parallel_size) > there:
+    if (
+        asked is not None
+        and there is not None
+        and asked * (1 if cuda else engine.tensor_parallel_size) > there
+    ):
         yield f"engine.kv_cache_gib = {asked:g} is more than the {there:.0f} GiB of this device: lower it"
 
 
 def _check_run(config: TrainConfig) -> Iterator[str]:
     resume = config.checkpoint.resume
     if resume not in ("auto", "none") and not os.path.isfile(Path(resume) / COMPLETE_MARKER):
-        yield f"checkpoint.resume: {resume} is not a complete checkpoint (a step_N folder that holds {COMPLETE_MARKER})"
+        yield (
+            f"checkpoint.resume: {resume} is not a complete checkpoint (a step_N folder that holds "
+            f"{COMPLETE_MARKER})"
+        )
     sections = {key.partition(".")[0] for key in IDENTITY_KEYS}
     compared = [*IDENTITY_DIGESTS, *IDENTITY_SECTIONS, *IDENTITY_KEYS, *sorted(sections)]
     for name in config.checkpoint.resume_anyway:
         if name not in compared and name.partition(".")[0] not in IDENTITY_SECTIONS:
-            yield f"checkpoint.resume_anyway: a run is not compared by {name!r}, but by {', '.join(compared)}"
+            yield (
+                f"checkpoint.resume_anyway: a run is not compared by {name!r}, but by "
+                f"{', '.join(compared)}"
+            )
     metric = config.checkpoint.best_metric
     for tracker in config.tracking.also:
         if find_spec(tracker) is None:
             yield f"tracking.also names {tracker}, which is not installed: pip install {tracker}"
-    if config.checkpoint.keep_best and metric.removeprefix("-").startswith("eval/") and not config.eval.every:
-        yield f"checkpoint.keep_best depends on {metric}, but eval.every is 0: set that, or checkpoint.best_metric"
+    if (
+        config.checkpoint.keep_best
+        and metric.removeprefix("-").startswith("eval/")
+        and not config.eval.every
+    ):
+        yield (
+            f"checkpoint.keep_best depends on {metric}, but eval.every is 0: set that, or "
+            "checkpoint.best_metric"
+        )
     first, last = config.run.profile or (1, 1)
     if not first <= last <= config.run.steps:
-        yield f"run.profile = [{first}, {last}], but should be a first and a last step within 1 to {config.run.steps}"
+        yield (
+            f"run.profile = [{first}, {last}], but should be a first and a last step within 1 to "
+            f"{config.run.steps}"
+        )
 
 
 def _check_model(config: TrainConfig, command: Command, environ: Mapping[str, str]) -> Iterator[str]:
@@ -395,46 +565,65 @@ def _check_model(config: TrainConfig, command: Command, environ: Mapping[str, st
         yield str(error)
         return
     if command == "train" and way(config).shares_memory:
-        for key in filter(model.get, REPROCESSED_KEYS):  # experts are shuffled; weights of latent attention multiplied
+        for key in filter(model.get, REPROCESSED_KEYS):
+            # experts are shuffled; weights of latent attention multiplied
             what = REPROCESSED_KEYS[key]
-            yield f"sync.way: vLLM does not keep the {what} of this model as trained ({key}): set it to staged"
+            yield (
+                f"sync.way: vLLM does not keep the {what} of this model as trained ({key}): set it to "
+                "staged"
+            )
     if command != "eval":
         yield from _check_packing(config, model)
         yield from _check_quantization(config, model)
     if command == "sft":
         return
     if (limit := position_limit(model)) is not None and config.engine.max_model_len > limit:
-        yield f"engine.max_model_len = {config.engine.max_model_len} is more than the {limit} positions of the model"
+        yield (
+            f"engine.max_model_len = {config.engine.max_model_len} is more than the {limit} positions "
+            "of the model"
+        )
     dtype, on_cpu = config.engine.dtype or config.policy.dtype, resolve_device(config) == "cpu"
     if on_cpu and model.get("model_type") in SELECTIVE_SCANS:
         kind = f"{config.model.path} has Mamba-1 layers"
         yield f"model.path: {kind}, for which vLLM has no CPU kernel: use a GPU or a Mamba-2 model"
     if on_cpu and dtype == "float32" and model.get("linear_key_head_dim"):
-        yield "engine.dtype is float32, but vLLM on CPU has gated delta rules in bfloat16 only: set it to bfloat16"
+        yield (
+            "engine.dtype is float32, but vLLM on CPU has gated delta rules in bfloat16 only: set it "
+            "to bfloat16"
+        )
     yield from _check_mixture(config, any(map(model.get, EXPERT_KEYS)), environ)
     if on_cpu and config.lora.engines_apply and any(map(model.get, EXPERT_KEYS)):
-        yield "lora.sync is adapter, which vLLM on CPU cannot do for mixtures of experts: set it to merged"
+        yield (
+            "lora.sync is adapter, which vLLM on CPU cannot do for mixtures of experts: set it to merged"
+        )
     size = config.engine.tensor_parallel_size
     if heads := model.get("num_attention_heads"):
-        yield from check_divides("num_attention_heads of the model", heads, "engine.tensor_parallel_size", size)
+        yield from check_divides(
+            "num_attention_heads of the model", heads, "engine.tensor_parallel_size", size
+        )
 
 
 def _check_mixture(config: TrainConfig, mixture: bool, environ: Mapping[str, str]) -> Iterator[str]:
-    """Checks the keys of mixtures; `check_model` later checks that the routers of the model's class are replaceable."""
+    """Check the keys of mixtures; `check_model` later checks that the routers of the model's class
+    are replaceable.
+    """
     routes, coef = config.model.routes, config.algorithm.balance_coef
     if routes != "own" and not mixture:
-        yield f"model.routes is {routes}, but {config.model.path} is not a mixture of experts: set it to own"
+        yield (
+            f"model.routes is {routes}, but {config.model.path} is not a mixture of experts: set it to "
+            "own"
+        )
     elif routes == "engine" and (problem := routes_problem(resolve_device(config) == "cpu", environ)):
         yield problem
     if coef and routes == "own":
         yield (
-            f"algorithm.balance_coef is {coef:g}, but the experts' loads must be known before the first forward pass: "
-            "set model.routes to recorded"
+            f"algorithm.balance_coef is {coef:g}, but the experts' loads must be known before the "
+            "first forward pass: set model.routes to recorded"
         )
 
 
 def _check_packing(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:
-    """Checks what config.json says; `require_packing` checks the model's class once it is built."""
+    """Check what config.json says; `require_packing` checks the model's class once it is built."""
     unpackable = sorted(set(model.get("layer_types") or ()) - set(PACKABLE_LAYERS))
     if unpackable and config.batch.packing:
         layers = f"layers ({', '.join(unpackable)}) in which sequences of a pack would not be kept apart"
@@ -442,7 +631,9 @@ def _check_packing(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:
 
 
 def _check_quantization(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:
-    """Refuses quantised models: vLLM re-packs their weights as it loads them, and no such layout has been verified."""
+    """Refuse quantised models: vLLM re-packs their weights as it loads them, and no such layout has
+    been verified.
+    """
     extra = config.engine.extra
     overrides = extra.get("hf_overrides")
     overridden = isinstance(overrides, dict) and overrides.get("quantization_config")
@@ -450,4 +641,7 @@ def _check_quantization(config: TrainConfig, model: dict[str, Any]) -> Iterator[
     for key in [*keys, *(["hf_overrides.quantization_config"] if overridden else [])]:
         yield f"engine.extra.{key} is set, but weights are not synced into quantised engines: leave it out"
     if model.get("quantization_config"):
-        yield f"model.path: {config.model.path} is quantised and cannot be trained: name the model it was made from"
+        yield (
+            f"model.path: {config.model.path} is quantised and cannot be trained: name the model it was "
+            "made from"
+        )

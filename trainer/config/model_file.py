@@ -1,7 +1,9 @@
-"""A model's config.json, from a folder or the hub, with checked types, against which recipes are checked.
+"""A model's config.json, from a folder or the hub, with checked types, against which recipes are
+checked.
 
-The tables here have facts about model families that cannot be read off their weights: what is refused, and why. A
-worker of the engine decides by its modules instead (`sharding.worker.loader.reprocessed_modules`).
+The tables here have facts about model families that cannot be read off their weights: what is
+refused, and why. A worker of the engine decides by its modules instead
+(`sharding.worker.loader.reprocessed_modules`).
 """
 
 import json
@@ -23,37 +25,53 @@ from trainer.errors import UserError
 HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}(/[\w-][\w.-]{0,95})?")
 
 SHARED_LAYERS = ("full_attention", "sliding_attention", "attention", "mlp", "moe", "dense", "sparse")
-"""Values of a model's `layer_types` for which ranks can share a sequence (`trainer.policy.attention`)."""
+"""Values of a model's `layer_types` for which ranks can share a sequence
+(`trainer.policy.attention`).
+"""
 
 PACKABLE_LAYERS = (*SHARED_LAYERS, "linear_attention", "mamba", "mamba2", "conv", "hybrid")
-"""Values of a model's `layer_types` for which sequences can be kept apart in a pack (`trainer.policy.recurrent`)."""
+"""Values of a model's `layer_types` for which sequences can be kept apart in a pack
+(`trainer.policy.recurrent`).
+"""
 
 BRANCHING_LAYERS = ("full_attention", "sliding_attention", "attention", "mlp", "moe", "dense", "sparse")
-"""Values of a model's `layer_types` for which sequences can share the computation of a common beginning.
+"""Values of a model's `layer_types` for which sequences can share the computation of a common
+beginning.
 
-A recurrence is not among them: its state at a branch would have to be handed to each of the branches.
+A recurrence is not among them: its state at a branch would have to be handed to each of the
+branches.
 """
 
 REPROCESSED = {"cuda": (".experts.", ".kv_b_proj."), "cpu": (".kv_b_proj.",)}
-"""Parts of the names of weights that engines do not keep as loaded, on CPU not even with `engine.plain_cpu_weights`.
+"""Parts of the names of weights that engines do not keep as loaded, on CPU not even with
+`engine.plain_cpu_weights`.
 
 Some of CUDA's kernels shuffle experts, and MLA keeps products of weights.
 """
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of config.json by which a model is a mixture of experts. vLLM's CPU build applies no LoRA adapters to one."""
+"""Keys of config.json by which a model is a mixture of experts. vLLM's CPU build applies no LoRA
+adapters to one.
+"""
 
 SELECTIVE_SCANS = ("mamba", "falcon_mamba", "jamba")
-"""Values of `model_type` of models with Mamba-1 layers, whose selective scan vLLM's CPU build lacks."""
+"""Values of `model_type` of models with Mamba-1 layers, whose selective scan vLLM's CPU build
+lacks.
+"""
 
 REPROCESSED_KEYS = dict.fromkeys(EXPERT_KEYS, "experts") | {"kv_lora_rank": "attention"}
-"""Keys of config.json that say that a model has `REPROCESSED` weights, and the part that those belong to."""
+"""Keys of config.json that say that a model has `REPROCESSED` weights, and the part that those
+belong to.
+"""
 
 _OF_ALL_PARTS = ("quantization_config",)
-"""Keys that a multimodal model's config.json has beside those for its language model, for all parts together."""
+"""Keys that a multimodal model's config.json has beside those for its language model, for all parts
+together.
+"""
 
 _CONNECT_SECONDS = 5.0
-_STRETCHING_ROPES = ("linear", "dynamic", "yarn")  # for all others, max_position_embeddings is the full length
+# For all others, max_position_embeddings is the full length
+_STRETCHING_ROPES = ("linear", "dynamic", "yarn")
 
 _Size = Annotated[int, Field(ge=1, lt=2**31)]
 _Number = Annotated[int, Field(ge=0, lt=2**31)]
@@ -71,7 +89,9 @@ class _Rope(_Part):
 
 
 class _ModelFile(_Part):
-    """The keys that this module or callers of `model_config` read; all others are left as they are."""
+    """The keys that this module or callers of `model_config` read; all others are left as they
+    are.
+    """
 
     num_hidden_layers: _Size | None = None
     hidden_size: _Size | None = None
@@ -94,7 +114,8 @@ class _ModelFile(_Part):
 
 
 def model_config(path: str) -> dict[str, Any]:
-    """Reads a model's config.json from a folder or the hub; of a multimodal model, the part for its language model.
+    """Read a model's config.json from a folder or the hub; of a multimodal model, the part for its
+    language model.
 
     Raises UserError naming the path, and the keys of the file whose type is wrong.
     """
@@ -104,7 +125,9 @@ def model_config(path: str) -> dict[str, Any]:
         if not file.is_file():
             for model in (run / "model" for run in (folder, folder.parent, folder.parent.parent)):
                 if (model / "config.json").is_file():
-                    raise UserError(f"model.path: {path} is a run, or a part of one: name its model, {model}")
+                    raise UserError(
+                        f"model.path: {path} is a run, or a part of one: name its model, {model}"
+                    )
             raise UserError(f"model.path: {no_model(folder)}")
     elif os.path.isfile(path):
         raise UserError(f"model.path: {no_model(folder)}")
@@ -129,7 +152,8 @@ def model_config(path: str) -> dict[str, Any]:
 
 
 def is_multimodal(path: str) -> bool:
-    """True if the config.json of a folder, or the one fetched from the hub by `model_config`, has a part for images.
+    """Return True if the config.json of a folder, or the one fetched from the hub by
+    `model_config`, has a part for images.
 
     False if there is no such file.
     """
@@ -137,7 +161,9 @@ def is_multimodal(path: str) -> bool:
 
 
 def _raw_config(path: str) -> dict[str, Any]:
-    """The unchecked config.json of a folder, or of a model in the hub's cache; empty if there is none."""
+    """Return the unchecked config.json of a folder, or of a model in the hub's cache; empty if
+    there is none.
+    """
     file: Any = Path(path) / "config.json"
     try:
         if not os.path.exists(path) and HUB_NAME.fullmatch(path):
@@ -151,7 +177,8 @@ def _raw_config(path: str) -> dict[str, Any]:
 
 
 def embedding_rows(path: str) -> int | None:
-    """The number of tokens for which a model has an embedding: rows in its weights, or `vocab_size` without weights.
+    """Return the number of tokens for which a model has an embedding: rows in its weights, or
+    `vocab_size` without weights.
 
     None if the files do not say it.
     """
@@ -165,7 +192,9 @@ def embedding_rows(path: str) -> int | None:
 
 
 def position_limit(model: dict[str, Any]) -> int | None:
-    """The longest sequence that a model with this config.json takes, in tokens; None if the file does not say."""
+    """Return the longest sequence that a model with this config.json takes, in tokens; None if the
+    file does not say.
+    """
     positions: int | None = model.get("max_position_embeddings")
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     if positions is None or (rope.get("rope_type") or rope.get("type")) not in _STRETCHING_ROPES:
@@ -174,17 +203,21 @@ def position_limit(model: dict[str, Any]) -> int | None:
 
 
 def steady_positions(model: dict[str, Any]) -> tuple[str, int] | None:
-    """The kind of a model's rotary positions and the sequence length up to which they depend on nothing else.
+    """Return the kind of a model's rotary positions and the sequence length up to which they depend
+    on nothing else.
 
-    Beyond that length, Transformers scales positions of the kinds longrope and dynamic by the longest sequence of a
-    batch (transformers/modeling_rope_utils.py, dynamic_rope_update), and vLLM scales them by `max_model_len` or not at
-    all. None if the model's positions are of another kind.
+    Beyond that length, Transformers scales positions of the kinds longrope and dynamic by the
+    longest sequence of a batch (transformers/modeling_rope_utils.py, dynamic_rope_update), and vLLM
+    scales them by `max_model_len` or not at all. None if the model's positions are of another kind.
     """
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # the values are of layers
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        # the values are of layers
         kind, positions = part.get("rope_type") or part.get("type"), model.get("max_position_embeddings")
         if kind == "longrope":
-            original = model.get("original_max_position_embeddings") or part.get("original_max_position_embeddings")
+            original = model.get("original_max_position_embeddings") or part.get(
+                "original_max_position_embeddings"
+            )
             return kind, original or positions or 0
         if kind == "dynamic":
             return kind, positions or 0
@@ -208,13 +241,17 @@ def _config_from_hub(name: str) -> Path:
 
 
 def out_of_reach() -> str:
-    """The reason why the hub, or the proxy before it, does not answer; empty if it does, or in offline mode.
+    """Return the reason why the hub, or the proxy before it, does not answer; empty if it does, or
+    in offline mode.
 
-    This comes before the hub's own library, which takes 24 s to give up, so that a mistyped folder is reported at once.
+    This comes before the hub's own library, which takes 24 s to give up, so that a mistyped folder
+    is reported at once.
     """
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         return ""
-    url = urlsplit(getproxies().get("https") or os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    url = urlsplit(
+        getproxies().get("https") or os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    )
     try:
         port = url.port or (80 if url.scheme == "http" else 443)
         socket.create_connection((url.hostname or "", port), timeout=_CONNECT_SECONDS).close()

@@ -12,27 +12,44 @@ _LARGEST_FACTOR = 2.0  # of a direction's singular values, which should be near 
 
 
 def check_optimizer(policy: PolicyConfig) -> Iterator[str]:
-    """Checks the optimizer's keys; `trainer.policy.optimizers.try_optimizer` later tries its class."""
+    """Check the optimizer's keys; `trainer.policy.optimizers.try_optimizer` later tries its
+    class.
+    """
     named, options = f"policy.optimizer is {policy.optimizer}", policy.optimizer_options
     if policy.optimizer == "adamw":
         if options:
-            yield f"policy.optimizer_options is set, but {named}, whose keys are policy.betas and eps: leave it out"
+            yield (
+                f"policy.optimizer_options is set, but {named}, whose keys are policy.betas and eps: "
+                "leave it out"
+            )
         return
     if policy.backend != "fsdp":
-        yield f"{named}, but DeepSpeed's ZeRO is for adamw here: set policy.backend to fsdp, or leave it out"
+        yield (
+            f"{named}, but DeepSpeed's ZeRO is for adamw here: set policy.backend to fsdp, or leave it "
+            "out"
+        )
     if policy.update_on == "host":
         yield f"{named}, which is not for policy.update_on: host: set that to device, or leave it out"
     if policy.expert_parallel > 1:
         yield f"{named}, which is untried with policy.expert_parallel: leave one of them out"
     for key in sorted(options.keys() & {"params", "lr", "weight_decay"}):
-        yield f"policy.optimizer_options has {key}, which policy.lr and policy.weight_decay decide: leave it out"
+        yield (
+            f"policy.optimizer_options has {key}, which policy.lr and policy.weight_decay decide: leave "
+            "it out"
+        )
     if policy.optimizer == "muon":
         for key, requirement in _muon_requirements(options).items():
             value = quoted(options[key])
-            yield f"policy.optimizer_options: {key} is {value}, but should be {requirement}: correct it or leave it out"
+            yield (
+                f"policy.optimizer_options: {key} is {value}, but should be {requirement}: correct it "
+                "or leave it out"
+            )
     for key in ("betas", "eps") if ":" in policy.optimizer else ():
         if getattr(policy, key) != PolicyConfig.model_fields[key].default:
-            yield f"policy.{key} is set, but {named}: put what it takes into policy.optimizer_options instead"
+            yield (
+                f"policy.{key} is set, but {named}: put what it takes into policy.optimizer_options "
+                "instead"
+            )
 
 
 def _muon_requirements(options: dict[str, Any]) -> dict[str, str]:
@@ -54,8 +71,8 @@ def _muon_requirements(options: dict[str, Any]) -> dict[str, str]:
             requirements["ns_coefficients"] = "three finite numbers"
         elif (factor := _useless_factor(coefficients, steps)) is not None:
             requirements["ns_coefficients"] = (
-                f"three numbers a, b, c such that a x + b x³ + c x⁵, applied {steps} times, brings each x from 0 to 1 "
-                f"near 1 (one becomes {factor:.3g})"
+                f"three numbers a, b, c such that a x + b x³ + c x⁵, applied {steps} times, brings "
+                f"each x from 0 to 1 near 1 (one becomes {factor:.3g})"
             )
     return requirements
 
@@ -65,7 +82,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _useless_factor(coefficients: Sequence[float], steps: int) -> float | None:
-    """Return what Muon's iterations make of a singular value where that is negative, zero or large; None elsewhere."""
+    """Return what Muon's iterations make of a singular value where that is negative, zero or large;
+    None elsewhere.
+    """
     a, b, c = coefficients
     for hundredths in range(1, 101):
         x = hundredths / 100

@@ -1,4 +1,6 @@
-"""Decide whether a recipe can divide the model, its experts and its sequences over its ranks, without torch."""
+"""Decide whether a recipe can divide the model, its experts and its sequences over its ranks,
+without torch.
+"""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,8 +12,11 @@ from trainer.errors import quoted
 RANKS = "the number of ranks"
 
 
-def check_parallel(config: TrainConfig, ranks: int, models: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[str]:
-    """Checks what the recipe and config.json say; `trainer.checks.check_model` later checks the models' classes.
+def check_parallel(
+    config: TrainConfig, ranks: int, models: Iterable[tuple[str, dict[str, Any]]]
+) -> Iterator[str]:
+    """Check what the recipe and config.json say; `trainer.checks.check_model` later checks the
+    models' classes.
 
     `models` are the keys that name the trainer's models, with their config.json.
     """
@@ -25,12 +30,14 @@ def check_parallel(config: TrainConfig, ranks: int, models: Iterable[tuple[str, 
 
 
 def check_divides(key: str, value: int, what: str, divisor: int) -> Iterator[str]:
-    """Yields a sentence if the value of `key` is not divisible by that of `what`."""
+    """Yield a sentence if the value of `key` is not divisible by that of `what`."""
     if value % divisor:
         yield f"{key} = {value} must be divisible by {what} ({divisor})"
 
 
-def _check_sequences(config: TrainConfig, ranks: int, models: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+def _check_sequences(
+    config: TrainConfig, ranks: int, models: list[tuple[str, dict[str, Any]]]
+) -> Iterator[str]:
     key, ways = "policy.sequence_parallel", config.policy.sequence_parallel
     yield from check_divides(RANKS, ranks, key, ways)
     if not config.batch.packing:
@@ -41,10 +48,15 @@ def _check_sequences(config: TrainConfig, ranks: int, models: list[tuple[str, di
         if heads := model.get("num_attention_heads"):
             yield from check_divides(f"num_attention_heads of {name}", heads, key, ways)
         if unpackable := sorted(set(model.get("layer_types") or ()) - set(SHARED_LAYERS)):
-            yield f"{key} is {ways}, but {name} has layers ({', '.join(unpackable)}) that need all tokens: set it to 1"
+            yield (
+                f"{key} is {ways}, but {name} has layers ({', '.join(unpackable)}) that need all "
+                "tokens: set it to 1"
+            )
 
 
-def _check_experts(config: TrainConfig, ranks: int, models: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+def _check_experts(
+    config: TrainConfig, ranks: int, models: list[tuple[str, dict[str, Any]]]
+) -> Iterator[str]:
     key, size, shards = "policy.expert_parallel", config.policy.expert_parallel, config.policy.shard_size
     yield from check_divides(*("policy.shard_size", shards) if shards else (RANKS, ranks), key, size)
     for name, model in models:

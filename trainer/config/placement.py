@@ -1,7 +1,9 @@
-"""The placements of engines (`engine.placement`): three records that say everything that depends on the placement.
+"""The placements of engines (`engine.placement`): three records that say everything that depends on
+the placement.
 
-An engine shares the devices of ranks that train, in shifts (`shared`); or the last ranks of the run only generate, with
-engines on their own devices (`ranks`); or one last rank, without a device, holds engines in actors of Ray (`ray`).
+An engine shares the devices of ranks that train, in shifts (`shared`); or the last ranks of the run
+only generate, with engines on their own devices (`ranks`); or one last rank, without a device,
+holds engines in actors of Ray (`ray`).
 """
 
 from collections.abc import Callable, Iterator
@@ -17,16 +19,15 @@ Problems = Callable[[TrainConfig, int, int], Iterator[str]]
 class Placement:
     """A placement of engines, with its consequences.
 
-    Attributes:
-        problems: yields a sentence for each setting of a recipe that does not work with the placement; takes the
-            recipe, the number of ranks of the run and the number on this machine.
+    Attributes: problems: yields a sentence for each setting of a recipe that does not work with the
+        placement; takes the recipe, the number of ranks of the run and the number on this machine.
         generating: number of ranks, the last of the run, that only generate; all others train.
-        workers: number of workers of all engines together; takes the engine's section and the number of ranks.
-        engine_ranks: number of consecutive ranks that make up one engine, the first of which leads it.
-        number: the key beside engine.placement that says how many; None: there is none.
-        remote: engines are on other devices than the trainer's: they never sleep, weights and orders travel to them,
-            and their answers travel to the ranks that train.
-        actors: engines are replicas in actors of Ray, and the rank that holds them has no device.
+        workers: number of workers of all engines together; takes the engine's section and the
+        number of ranks. engine_ranks: number of consecutive ranks that make up one engine, the
+        first of which leads it. number: the key beside engine.placement that says how many; None:
+        there is none. remote: engines are on other devices than the trainer's: they never sleep,
+        weights and orders travel to them, and their answers travel to the ranks that train. actors:
+        engines are replicas in actors of Ray, and the rank that holds them has no device.
     """
 
     problems: Problems
@@ -39,34 +40,35 @@ class Placement:
 
 
 def placement(config: TrainConfig) -> Placement:
-    """The record of the recipe's engine.placement."""
+    """Return the record of the recipe's engine.placement."""
     return PLACEMENTS[config.engine.placement]
 
 
 def generating_ranks(config: TrainConfig) -> int:
-    """The number of ranks that only generate, which are the last of the run."""
+    """Return the number of ranks that only generate, which are the last of the run."""
     return placement(config).generating(config.engine)
 
 
 def training_ranks(config: TrainConfig, ranks: int) -> int:
-    """The number of ranks that train, out of all `ranks` of the run."""
+    """Return the number of ranks that train, out of all `ranks` of the run."""
     return ranks - generating_ranks(config)
 
 
 def engine_workers(config: TrainConfig, ranks: int) -> int:
-    """The number of workers of all engines together, in a run of `ranks` ranks."""
+    """Return the number of workers of all engines together, in a run of `ranks` ranks."""
     return placement(config).workers(config.engine, ranks)
 
 
 def leads_engine(config: TrainConfig, number: int, ranks: int) -> bool:
-    """True if rank `number` of the run's `ranks` is the first rank of an engine."""
+    """Return True if rank `number` of the run's `ranks` is the first rank of an engine."""
     place = placement(config)
     generating = number - training_ranks(config, ranks) if place.remote else number
     return generating >= 0 and generating % place.engine_ranks(config.engine) == 0
 
 
 def check_placement(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
-    """Yields a sentence, with keys and remedy, for each setting that does not work with the placement.
+    """Yield a sentence, with keys and remedy, for each setting that does not work with the
+    placement.
 
     Args:
         config: the recipe.
@@ -76,38 +78,58 @@ def check_placement(config: TrainConfig, ranks: int, neighbours: int) -> Iterato
     chosen = placement(config)
     for name, other in PLACEMENTS.items():
         if other is not chosen and (key := other.number) and (value := getattr(config.engine, key)) > 1:
-            yield f"engine.{key} is {value}, but engine.placement is not {name}: set it, or leave {key} out"
+            yield (
+                f"engine.{key} is {value}, but engine.placement is not {name}: set it, or leave {key} "
+                "out"
+            )
     yield from chosen.problems(config, ranks, neighbours)
 
 
 def _shared_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
     size = config.engine.tensor_parallel_size
     if neighbours % size:
-        what = "the number of ranks" if neighbours == ranks else "the ranks of one machine (LOCAL_WORLD_SIZE)"
+        what = (
+            "the number of ranks"
+            if neighbours == ranks
+            else "the ranks of one machine (LOCAL_WORLD_SIZE)"
+        )
         yield f"{what} = {neighbours} must be divisible by engine.tensor_parallel_size ({size})"
     if config.rollout.lag:
-        yield "rollout.lag is 1, but engines sleep while the policy learns: set engine.placement, or leave lag out"
+        yield (
+            "rollout.lag is 1, but engines sleep while the policy learns: set engine.placement, or "
+            "leave lag out"
+        )
 
 
 def _ranks_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
     generating, size = config.engine.ranks, config.engine.tensor_parallel_size
     if generating >= ranks:
-        yield (f"engine.ranks is {generating}, but the run has {ranks} ranks, and at least one must train: start more")
+        yield (
+            f"engine.ranks is {generating}, but the run has {ranks} ranks, and at least one must "
+            "train: start more"
+        )
     if generating % size or neighbours % size or (neighbours != ranks and (ranks - generating) % size):
         yield (
-            f"engine.ranks = {generating} of {ranks} ranks, {neighbours} on a machine, cannot form engines of "
-            f"engine.tensor_parallel_size = {size} ranks on one machine each: change one of them"
+            f"engine.ranks = {generating} of {ranks} ranks, {neighbours} on a machine, cannot form "
+            f"engines of engine.tensor_parallel_size = {size} ranks on one machine each: change one of "
+            "them"
         )
     yield from _remote_problems(config)
 
 
 def _ray_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
     if ranks < 2:
-        yield "engine.placement is ray, but the run has 1 rank, which must train: start one more, to hold the engines"
+        yield (
+            "engine.placement is ray, but the run has 1 rank, which must train: start one more, to "
+            "hold the engines"
+        )
     if find_spec("ray") is None:
         yield "engine.placement is ray, which is not installed: pip install ray"
     elif config.data.max_images:
-        yield ("engine.placement is ray, but data.max_images is set, and images do not go to actors: set it to ranks")
+        yield (
+            "engine.placement is ray, but data.max_images is set, and images do not go to actors: set "
+            "it to ranks"
+        )
     yield from _remote_problems(config)
 
 
@@ -116,9 +138,15 @@ def _remote_problems(config: TrainConfig) -> Iterator[str]:
     rollout = config.rollout
     place = f"engine.placement is {config.engine.placement}"
     if policy.offload != "none":
-        yield f"{place}, but policy.offload is {policy.offload}, and no engine needs the memory: leave it out"
+        yield (
+            f"{place}, but policy.offload is {policy.offload}, and no engine needs the memory: leave it "
+            "out"
+        )
     if rollout.lag and config.algorithm.tis_cap is None and config.algorithm.keep_band is None:
-        yield "rollout.lag lets old weights sample, but algorithm.tis_cap is null: set it, or algorithm.keep_band"
+        yield (
+            "rollout.lag lets old weights sample, but algorithm.tis_cap is null: set it, or "
+            "algorithm.keep_band"
+        )
 
 
 PLACEMENTS = {

@@ -1,4 +1,6 @@
-"""Decide whether a recipe can compute common beginnings of sequences once (`batch.share_prefixes`), without torch."""
+"""Decide whether a recipe can compute common beginnings of sequences once (`batch.share_prefixes`),
+without torch.
+"""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -13,7 +15,7 @@ Models = Iterable[tuple[str, dict[str, Any]]]
 
 
 def check_prefixes(config: TrainConfig, models: Models) -> Iterator[str]:
-    """Yields a sentence for each reason why a recipe that asks for it cannot share beginnings.
+    """Yield a sentence for each reason why a recipe that asks for it cannot share beginnings.
 
     `trainer.checks.check_model` checks the models' classes once they are built.
     """
@@ -22,11 +24,14 @@ def check_prefixes(config: TrainConfig, models: Models) -> Iterator[str]:
             yield f"batch.share_prefixes is true, but {obstacle}: set it to false or auto"
 
 
-def with_chosen_prefixes(config: TrainConfig, models: Models, classes: Iterable[str] = ()) -> tuple[TrainConfig, str]:
-    """The recipe with `batch.share_prefixes: auto` replaced, and a sentence that says why if it is by false.
+def with_chosen_prefixes(
+    config: TrainConfig, models: Models, classes: Iterable[str] = ()
+) -> tuple[TrainConfig, str]:
+    """Return the recipe with `batch.share_prefixes: auto` replaced, and a sentence that says why if
+    it is by false.
 
-    The sentence is empty if beginnings are shared, or if the recipe says whether they are. `classes` are the obstacles
-    in the models' classes, if they are built.
+    The sentence is empty if beginnings are shared, or if the recipe says whether they are.
+    `classes` are the obstacles in the models' classes, if they are built.
     """
     if config.batch.share_prefixes != "auto":
         return config, ""
@@ -37,7 +42,7 @@ def with_chosen_prefixes(config: TrainConfig, models: Models, classes: Iterable[
 
 
 def _obstacles(config: TrainConfig, models: Models) -> Iterator[str]:
-    """Yields the reasons, in the settings and in config.json, why beginnings cannot be shared."""
+    """Yield the reasons, in the settings and in config.json, why beginnings cannot be shared."""
     if not config.batch.packing:
         yield "batch.packing is false, which pads whole sequences"
     if config.policy.backend != "fsdp":
@@ -49,5 +54,7 @@ def _obstacles(config: TrainConfig, models: Models) -> Iterator[str]:
     for name, model in models:
         if unfit := sorted(set(model.get("layer_types") or ()) - set(BRANCHING_LAYERS)):
             yield f"{name} has layers ({', '.join(unfit)}) whose state at a branch no branch would get"
-        if dropped := [key for key, share in model.items() if key.endswith(("dropout", "_pdrop")) and share]:
+        if dropped := [
+            key for key, share in model.items() if key.endswith(("dropout", "_pdrop")) and share
+        ]:
             yield f"{name} has {dropped[0]}, which would drop the same for all answers to a prompt"

@@ -1,4 +1,6 @@
-"""Reading of a recipe's file and overrides into a `TrainConfig`, or into a sentence about each key that is wrong."""
+"""Reading of a recipe's file and overrides into a `TrainConfig`, or into a sentence about each key
+that is wrong.
+"""
 
 import json
 import re
@@ -41,16 +43,22 @@ RENAMED: dict[str, tuple[str, dict[Any, Any]]] = {
     "engine.apart": ("engine.placement", {0: "shared", int: "ranks, and engine.ranks: {}"}),
     "sync.zero_copy": ("sync.way", {True: "zero_copy", False: "staged"}),
 }
-"""Former names of keys: the present name of each, and the old values, or types of values, that have changed as well."""
+"""Former names of keys: the present name of each, and the old values, or types of values, that have
+changed as well.
+"""
 
 TRUNCATING = ("sampling.top_p", "sampling.top_k", "sampling.min_p")
-"""Keys that only evaluation has: the engine renormalises over the remaining tokens, and the trainer does not."""
+"""Keys that only evaluation has: the engine renormalises over the remaining tokens, and the trainer
+does not.
+"""
 
 
 def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
-    """Reads a recipe, applies overrides (`section.key=value`, value in YAML), and checks types and ranges.
+    """Read a recipe, apply overrides (`section.key=value`, value in YAML), and check types and
+    ranges.
 
-    Raises UserError with one sentence for every key that is unknown, is missing or has a wrong value.
+    Raises UserError with one sentence for every key that is unknown, is missing or has a wrong
+    value.
     """
     try:
         unresolved, values = _values(recipe, overrides)
@@ -63,7 +71,8 @@ def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
         run["name"] = recipe.stem
     policy = values.get("policy")
     file = policy.get("accelerate_config") if isinstance(policy, dict) else None
-    if isinstance(policy, dict) and isinstance(file, str | int | float) and file != "":  # the schema refuses ""
+    if isinstance(policy, dict) and isinstance(file, str | int | float) and file != "":
+        # the schema refuses ""
         try:
             values["policy"] = policy_keys(Path(expanded(str(file)))) | policy
         except UnsetVariable as error:
@@ -82,17 +91,24 @@ def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
 
 
 def _name_tasks(values: Any) -> None:
-    """Sets data.path to the tasks of rollout.verifiers, unless the recipe has another path, which is refused later."""
+    """Set data.path to the tasks of rollout.verifiers, unless the recipe has another path, which is
+    refused later.
+    """
     rollout = values.get("rollout")
     section = rollout.get("verifiers") if isinstance(rollout, dict) else None
     if not isinstance(section, dict) or not isinstance(data := values.setdefault("data", {}), dict):
         return
     if str(data.get("path", "verifiers:")).startswith("verifiers:"):  # a run's config.yaml has it
-        data |= {"path": f"verifiers:{section.get('environment')}", "subset": json.dumps(section, default=str)}
+        data |= {
+            "path": f"verifiers:{section.get('environment')}",
+            "subset": json.dumps(section, default=str),
+        }
 
 
 def _from_environment(unresolved: Any, values: Any) -> Iterator[tuple[KeyPath, str]]:
-    """Yields, with their paths, the texts of a recipe that contain an `${oc.env:NAME}`, or refer to one that does."""
+    """Yield, with their paths, the texts of a recipe that contain an `${oc.env:NAME}`, or refer to
+    one that does.
+    """
     leaves = [(path, text, value) for path, text, value in _texts(unresolved, values) if "${" in text]
     direct = {str(value) for _, text, value in leaves if "oc.env" in text} - {""}
     for path, text, value in leaves:
@@ -101,29 +117,36 @@ def _from_environment(unresolved: Any, values: Any) -> Iterator[tuple[KeyPath, s
 
 
 def _texts(unresolved: Any, values: Any, *path: str | int) -> Iterator[tuple[KeyPath, str, Any]]:
-    """Yields the path of each text, the text, and its resolved value."""
+    """Yield the path of each text, the text, and its resolved value."""
     if isinstance(unresolved, str):
         yield path, unresolved, values
     elif isinstance(unresolved, dict | list):
         for key, inner in unresolved.items() if isinstance(unresolved, dict) else enumerate(unresolved):
-            yield from _texts(inner, values[key], *path, str(key) if isinstance(unresolved, dict) else key)
+            yield from _texts(
+                inner, values[key], *path, str(key) if isinstance(unresolved, dict) else key
+            )
 
 
 def _values(recipe: Path, overrides: list[str]) -> tuple[Any, Any]:
-    """The recipe's mapping with includes and overrides, first unresolved, then with interpolations filled in."""
+    """Return the recipe's mapping with includes and overrides, first unresolved, then with
+    interpolations filled in.
+    """
     try:
         merged = read_yaml(recipe)
     except ValueError as error:
         raise UserError(str(error)) from error
     if any(override.startswith("algorithm.preset=") for override in overrides):
-        section = merged.get("algorithm")  # in a run's config.yaml, for example, where a preset has set keys
+        # In a run's config.yaml, for example, where a preset has set keys
+        section = merged.get("algorithm")
         for key in PRESET_KEYS if isinstance(section, DictConfig) else ():
             section.pop(key, None)
     for override in overrides:
         try:
             merged.merge_with_dotlist([override])
         except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
-            raise UserError(f"--{override} cannot be applied to {recipe}: {first_line(error)}") from error
+            raise UserError(
+                f"--{override} cannot be applied to {recipe}: {first_line(error)}"
+            ) from error
     try:
         overridden = fill_defaults(OmegaConf.to_container(merged, resolve=False))
         return overridden, resolve(overridden)
@@ -134,7 +157,9 @@ def _values(recipe: Path, overrides: list[str]) -> tuple[Any, Any]:
 
 
 def sentences(error: ValidationError, values: Any, public: Any = None) -> list[str]:
-    """A sentence for each wrong key of `values`, which failed to validate. `public` are the values without secrets."""
+    """Return a sentence for each wrong key of `values`, which failed to validate. `public` are the
+    values without secrets.
+    """
     grouped: dict[KeyPath, list[ErrorDetails]] = {}
     for details in error.errors():
         path = _path(details, values)
@@ -145,20 +170,26 @@ def sentences(error: ValidationError, values: Any, public: Any = None) -> list[s
     for path, errors in grouped.items():
         key = ".".join(map(str, path)) or "it"
         if errors[0]["type"] == "extra_forbidden":
-            written += [_unknown(inner, value) for inner, value in _unknown_keys(key, errors[0]["input"])]
+            written += [
+                _unknown(inner, value) for inner, value in _unknown_keys(key, errors[0]["input"])
+            ]
         else:
             written.append(_sentence(key, errors))
     return written
 
 
 def to_yaml(config: TrainConfig, mask: bool = False) -> str:
-    """The configuration as YAML, for a run's files and `load_config`; or, masked, for display."""
+    """Return the configuration as YAML, for a run's files and `load_config`; or, masked, for
+    display.
+    """
     recipe = masked(config.recorded()) if mask else config.recorded()
     return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=120)
 
 
 def masked(value: Any, key: str = "", hidden: str = "env") -> Any:
-    """Replaces interpolations, and values of mappings named `hidden`, by *** in a recorded recipe or a part of it."""
+    """Replace interpolations, and values of mappings named `hidden`, by *** in a recorded recipe or
+    a part of it.
+    """
     if key == hidden and value:
         return dict.fromkeys(value, "***") if isinstance(value, dict) else "***"
     if isinstance(value, dict):
@@ -170,12 +201,19 @@ def masked(value: Any, key: str = "", hidden: str = "env") -> Any:
     return value
 
 
-def known_keys(model: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yields every key with its dotted path, a section before its keys; N is an index in a list, NAME any name."""
+def known_keys(
+    model: type[BaseModel] = TrainConfig, prefix: str = ""
+) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every key with its dotted path, a section before its keys; N is an index in a list,
+    NAME any name.
+    """
     for name, field in model.model_fields.items():
         yield prefix + name, field
-        alternatives = [field.annotation, *get_args(field.annotation)]  # of `Section | None`, say, the section
-        for inner in alternatives if get_origin(field.annotation) in (Union, UnionType) else alternatives[:1]:
+        # Of `Section | None`, say, the section
+        alternatives = [field.annotation, *get_args(field.annotation)]
+        for inner in (
+            alternatives if get_origin(field.annotation) in (Union, UnionType) else alternatives[:1]
+        ):
             path = f"{prefix}{name}."
             if (origin := get_origin(inner)) in (list, dict):
                 inner, path = get_args(inner)[-1], path + ("N." if origin is list else "NAME.")
@@ -184,8 +222,12 @@ def known_keys(model: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterat
 
 
 def _odd_values(value: Any, *path: str) -> Iterator[str]:
-    """Yields sentences about values that no key takes: those nested too deep, and texts with NUL or not in UTF-8."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    """Yield sentences about values that no key takes: those nested too deep, and texts with NUL or
+    not in UTF-8.
+    """
+    inside = (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    )
     if len(path) > _DEEPEST:
         yield f"{'.'.join(path[:3])} holds lists or mappings more than {_DEEPEST} deep: make it flatter"
         return
@@ -196,31 +238,50 @@ def _odd_values(value: Any, *path: str) -> Iterator[str]:
 
 
 def _path(error: ErrorDetails, values: Any) -> KeyPath:
-    """The path of the value that an error is about; Pydantic's location also names members of a union."""
+    """Return the path of the value that an error is about; Pydantic's location also names members
+    of a union.
+    """
     path: list[str | int] = []
     for part in error["loc"]:
-        there = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
+        there = (
+            part in values
+            if isinstance(values, dict)
+            else isinstance(values, list) and isinstance(part, int)
+        )
         if not there and error["type"] != "missing":
             break
         path.append(part)
-        values = values[part] if there and not (isinstance(values, list) and len(values) <= int(part)) else None
+        values = (
+            values[part]
+            if there and not (isinstance(values, list) and len(values) <= int(part))
+            else None
+        )
     return tuple(path)
 
 
 def _sentence(key: str, errors: list[ErrorDetails]) -> str:
-    """The sentence about one key; each member of a union may have an error of its own."""
+    """Return the sentence about one key; each member of a union may have an error of its own."""
     error = errors[0]
     if error["type"] == "missing":
         return f"{key} is missing: set it in the recipe or by --{key}"
     if error["type"] == "string_pattern_mismatch":
-        return f"{key} is {quoted(error['input'])}, but may have only letters, digits, '_', '-' and, inside, '.'"
-    return f"{key} is {quoted(error['input'])}, but should {' or '.join(dict.fromkeys(map(_wanted, errors)))}"
+        return (
+            f"{key} is {quoted(error['input'])}, but may have only letters, digits, '_', '-' and, "
+            "inside, '.'"
+        )
+    return (
+        f"{key} is {quoted(error['input'])}, but should "
+        f"{' or '.join(dict.fromkeys(map(_wanted, errors)))}"
+    )
 
 
 def _wanted(error: ErrorDetails) -> str:
     for bound, words in _BOUNDS.items():
         if bound in error.get("ctx", {}):
-            return f"be {words} {error['ctx'][bound]:{'g' if isinstance(error['ctx'][bound], float) else 'd'}}"
+            return (
+                f"be {words} "
+                f"{error['ctx'][bound]:{'g' if isinstance(error['ctx'][bound], float) else 'd'}}"
+            )
     reason = re.sub(r"^(Value error, )?(\w+ )?should ", "", error["msg"])
     return re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping of keys", reason)
 
@@ -252,7 +313,9 @@ def _unknown(key: str, value: Any) -> str:
 
 
 def _hint(key: str) -> str:
-    """Return the end of the sentence about an unknown key, which names the key that was probably meant, or ""."""
+    """Return the end of the sentence about an unknown key, which names the key that was probably
+    meant, or "".
+    """
     general = re.sub(r"^(eval\.datasets)\.[^.]+\.", r"\1.NAME.", key)
     general = re.sub(r"\.\d+\.", ".N.", general)
     return suggestion(general, [name for name, _ in known_keys()])

@@ -1,7 +1,7 @@
 """The base class of a recipe's sections, and the types of numbers and texts that keys hold.
 
-Every number has a lower and an upper bound, wide enough for any run that could work: a deadline of 1e300 s overflows
-somewhere, and a number below 1e-20 is as good as 0 in float32.
+Every number has a lower and an upper bound, wide enough for any run that could work: a deadline of
+1e300 s overflows somewhere, and a number below 1e-20 is as good as 0 in float32.
 """
 
 import difflib
@@ -34,13 +34,15 @@ _LARGEST = 1e9
 
 
 def key(default: Any, meaning: str, /, **values: str) -> Any:
-    """Declares a key of a section: its default (`...` if it has none), its help text, and the help of its values."""
+    """Declare a key of a section: its default (`...` if it has none), its help text, and the help
+    of its values.
+    """
     extra: Any = {"values": values}
     return Field(default=default, description=meaning, json_schema_extra=extra)
 
 
 def known(value: str, names: Sequence[str]) -> str:
-    """Returns a text that is one of `names`, or an import string; raises ValueError for any other."""
+    """Return a text that is one of `names`, or an import string; raise ValueError for any other."""
     if value not in names and ":" not in value:
         raise ValueError(f"should be one of {', '.join(names)}, or pkg.mod:Name or file.py:Name")
     return value
@@ -48,7 +50,9 @@ def known(value: str, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class OneOf:
-    """Validates that a text is a name in a table, or, with `custom`, names a function, `pkg.mod:fn` or `file.py:fn`."""
+    """Validates that a text is a name in a table, or, with `custom`, names a function, `pkg.mod:fn`
+    or `file.py:fn`.
+    """
 
     table: Mapping[str, Any]  # its entries have a `meaning`
     custom: bool = False
@@ -56,7 +60,9 @@ class OneOf:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        self, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         return handler(core) | {"examples" if self.custom else "enum": [*self.table]}
 
     def _check(self, value: str) -> str:
@@ -96,7 +102,9 @@ def _located(value: str) -> str:
 
 
 def expanded_argument(text: str) -> str:
-    """Return an argument of a command, a path or a hub name, with `~` and variables replaced, as argparse's `type`."""
+    """Return an argument of a command, a path or a hub name, with `~` and variables replaced, as
+    argparse's `type`.
+    """
     try:
         return expanded(text)
     except UnsetVariable as error:
@@ -126,7 +134,8 @@ Natural = Annotated[int, Field(ge=0, le=10**9), _NUMBER]
 Size = Annotated[int, Field(ge=1, le=2**16), _NUMBER]  # of things that are in memory at the same time
 Processes = Annotated[int, Field(ge=1, le=256), _NUMBER]
 Mebibytes = Annotated[int, Field(ge=1, le=2**20), _NUMBER]
-Seed = Annotated[int, Field(ge=0, lt=2**32), _NUMBER]  # NumPy's range, since vLLM passes seeds on to NumPy
+# NumPy's range, since vLLM passes seeds on to NumPy
+Seed = Annotated[int, Field(ge=0, lt=2**32), _NUMBER]
 Positive = Annotated[float, Field(ge=1e-20, le=_LARGEST), _NUMBER]
 Rate = Annotated[float, Field(ge=1e-20, le=1), _NUMBER]
 NotNegative = Annotated[float, Field(ge=0, le=_LARGEST), _NUMBER]
@@ -135,14 +144,21 @@ Share = Annotated[float, Field(ge=0, le=1), _NUMBER]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1), _NUMBER]
 Portion = Annotated[float, Field(ge=1e-6, le=1), _NUMBER]
 Softness = Annotated[float, Field(ge=0.01, le=100), _NUMBER]
-Temperature = Annotated[float, Field(ge=0, le=2), _NUMBER, AfterValidator(_zero_or_enough)]  # vLLM's highest is 2
-Seconds = Annotated[float, Field(ge=1, le=1e6), _NUMBER]  # 1e6 s are eleven days; sockets count milliseconds in 32 bits
+# vLLM's highest is 2
+Temperature = Annotated[float, Field(ge=0, le=2), _NUMBER, AfterValidator(_zero_or_enough)]
+# 1e6 s are eleven days; sockets count milliseconds in 32 bits
+Seconds = Annotated[float, Field(ge=1, le=1e6), _NUMBER]
 CallSeconds = Annotated[float, Field(ge=0.01, le=1e6), _NUMBER]  # for one call of user code
 Text = Annotated[str, Field(min_length=1)]
 Location = Annotated[
-    Text, BeforeValidator(_text), AfterValidator(_located), PlainSerializer(_as_written, when_used="json")
+    Text,
+    BeforeValidator(_text),
+    AfterValidator(_located),
+    PlainSerializer(_as_written, when_used="json"),
 ]
-"""A path, or another text without `~` and `$`. A run's files have it as written, so that they suit other machines."""
+"""A path, or another text without `~` and `$`. A run's files have it as written, so that they suit
+other machines.
+"""
 Word = Annotated[Text, AfterValidator(_word), PlainSerializer(_as_written, when_used="json")]
 """A word of a command: a `Location`, unless it has white space, as a shell's script has."""
 Name = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$", max_length=200)]
@@ -154,7 +170,9 @@ KeyPath = tuple[str | int, ...]
 
 
 def replaced(values: Any, texts: Mapping[KeyPath, str]) -> Any:
-    """Copies plain containers and puts each text at its path; a path that does not exist is ignored."""
+    """Copy plain containers and put each text at its path; a path that does not exist is
+    ignored.
+    """
     changed = deepcopy(values)
     for (*path, last), text in texts.items():
         with suppress(LookupError, TypeError):
@@ -163,6 +181,10 @@ def replaced(values: Any, texts: Mapping[KeyPath, str]) -> Any:
 
 
 class Section(BaseModel):
-    """The base class of all sections: unknown keys and NaN are errors, and nothing changes after loading."""
+    """The base class of all sections: unknown keys and NaN are errors, and nothing changes after
+    loading.
+    """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True
+    )

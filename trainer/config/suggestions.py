@@ -1,4 +1,6 @@
-"""Suggestions for keys and commands that do not exist: misspelt ones, and keys of TRL, verl and OpenRLHF."""
+"""Suggestions for keys and commands that do not exist: misspelt ones, and keys of TRL, verl and
+OpenRLHF.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -6,16 +8,19 @@ from functools import cache
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("other_trainers.md")
-"""The table of docs/migration.md: in each row a key of TRL, of verl, of OpenRLHF, and what stands for them here."""
+"""The table of docs/migration.md: in each row a key of TRL, of verl, of OpenRLHF, and what stands
+for them here.
+"""
 
 _MOST_NAMED = 3  # a suggestion of more keys than this does not help
 
 
 def suggestion(key: str, keys: Sequence[str]) -> str:
-    """Return the end of a sentence that says what `key` was probably meant to be; "" if nothing is likely.
+    """Return the end of a sentence that says what `key` was probably meant to be; "" if nothing is
+    likely.
 
-    `keys` are all keys there are, as dotted paths. A wrong guess costs more than none, so similarity alone counts for
-    little. The first of these that exists is named:
+    `keys` are all keys there are, as dotted paths. A wrong guess costs more than none, so
+    similarity alone counts for little. The first of these that exists is named:
 
     1. the only key of the same section that is one edit away (see `edits`);
     2. the counterpart of a key that another trainer has under this path;
@@ -26,7 +31,9 @@ def suggestion(key: str, keys: Sequence[str]) -> str:
     section, _, name = key.rpartition(".")
     siblings = {path.rpartition(".")[2]: path for path in keys if path.rpartition(".")[0] == section}
     namesakes = [path for path in keys if path.rpartition(".")[2] == name]
-    endings = {text for path, text in counterparts().items() if f".{path}".endswith((f".{key}", f".{name}"))}
+    endings = {
+        text for path, text in counterparts().items() if f".{path}".endswith((f".{key}", f".{name}"))
+    }
     if one_edit := closest(name, siblings, most=1):
         return f"; did you mean {siblings[one_edit]}?"
     if key in counterparts():
@@ -40,9 +47,11 @@ def suggestion(key: str, keys: Sequence[str]) -> str:
 
 
 def closest(name: str, names: Iterable[str], most: int = 2) -> str | None:
-    """Return the name at most `most` edits away; None if there is none, or if two names are within two edits.
+    """Return the name at most `most` edits away; None if there is none, or if two names are within
+    two edits.
 
-    A name of fewer than three letters for each edit is too short to be recognised, and is never returned.
+    A name of fewer than three letters for each edit is too short to be recognised, and is never
+    returned.
     """
     near = [candidate for candidate in names if edits(name, candidate) <= 2]
     if len(near) != 1:
@@ -54,7 +63,8 @@ def closest(name: str, names: Iterable[str], most: int = 2) -> str | None:
 def edits(one: str, other: str) -> int:
     """Return the fewest edits that turn one text into another.
 
-    An edit inserts, deletes or replaces a letter, or swaps two neighbours (optimal string alignment).
+    An edit inserts, deletes or replaces a letter, or swaps two neighbours (optimal string
+    alignment).
     """
     rows = [list(range(len(other) + 1))]
     for i, letter in enumerate(one, start=1):

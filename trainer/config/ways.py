@@ -1,7 +1,9 @@
-"""The ways that weights can take to engines on the trainer's devices (`sync.way`): a record for each.
+"""The ways that weights can take to engines on the trainer's devices (`sync.way`): a record for
+each.
 
-A record says everything that depends on the way. Which one `auto` stands for is decided by a recipe and torchrun's
-variables. To remote engines there is one way alone, a broadcast, which is no setting.
+A record says everything that depends on the way. Which one `auto` stands for is decided by a recipe
+and torchrun's variables. To remote engines there is one way alone, a broadcast, which is no
+setting.
 """
 
 import os
@@ -25,15 +27,12 @@ def _no_obstacles(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[
 class WayOfWeights:
     """A way of weights to the engines, with its consequences.
 
-    Attributes:
-        transport: import string of the `sharding.Transport`, whose `for_run` builds it; "": a user's class.
-        purpose: tells in an error what the way does.
-        obstacles: yields the reasons, in the settings, why it is impossible; takes the recipe, the number of ranks and
-            the number on this machine.
-        shares_memory: the policy computes with the engine's weights: it is not sharded, and they stay while the engine
-            sleeps.
-        reads_shards: engines read the ranks' shards, from the second sync on, and only weights that vLLM re-processes
-            are staged.
+    Attributes: transport: import string of the `sharding.Transport`, whose `for_run` builds it; "":
+        a user's class. purpose: tells in an error what the way does. obstacles: yields the reasons,
+        in the settings, why it is impossible; takes the recipe, the number of ranks and the number
+        on this machine. shares_memory: the policy computes with the engine's weights: it is not
+        sharded, and they stay while the engine sleeps. reads_shards: engines read the ranks'
+        shards, from the second sync on, and only weights that vLLM re-processes are staged.
         through_files: weights travel whole, and engines read them into memory of their own.
     """
 
@@ -51,12 +50,13 @@ class WayOfWeights:
 
 
 def way(config: TrainConfig) -> WayOfWeights:
-    """Returns the record of the recipe's `sync.way`."""
+    """Return the record of the recipe's `sync.way`."""
     return WAYS.get(config.sync.way, _USERS)
 
 
 def chosen_way(config: TrainConfig, ranks: int, neighbours: int) -> tuple[str, str]:
-    """Returns the way that `sync.way: auto` stands for, the first possible one of zero_copy, pull and staged, and why.
+    """Return the way that `sync.way: auto` stands for, the first possible one of zero_copy, pull
+    and staged, and why.
 
     `neighbours` is the number of ranks on a machine.
     """
@@ -78,9 +78,11 @@ def chosen_way(config: TrainConfig, ranks: int, neighbours: int) -> tuple[str, s
 
 
 def with_chosen_way(config: TrainConfig, ranks: int, neighbours: int) -> tuple[TrainConfig, str]:
-    """The recipe with `auto` replaced by the chosen way, and a sentence that says which way and why.
+    """Return the recipe with `auto` replaced by the chosen way, and a sentence that says which way
+    and why.
 
-    The sentence is empty if the recipe names a way, or if engines are on other devices, which have only one way.
+    The sentence is empty if the recipe names a way, or if engines are on other devices, which have
+    only one way.
     """
     if config.sync.way != "auto" or placement(config).remote:
         return config, ""
@@ -90,17 +92,17 @@ def with_chosen_way(config: TrainConfig, ranks: int, neighbours: int) -> tuple[T
 
 
 def _fact(obstacle: str) -> str:
-    """An obstacle without its remedy."""
+    """Return an obstacle without its remedy."""
     return obstacle.partition(": ")[0]
 
 
 def local_ranks(environ: Mapping[str, str], ranks: int) -> int:
-    """The number of ranks on this machine: all `ranks`, unless torchrun says otherwise."""
+    """Return the number of ranks on this machine: all `ranks`, unless torchrun says otherwise."""
     return int(environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
 def check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yields a sentence for each reason why the recipe's sync.way is not possible."""
+    """Yield a sentence for each reason why the recipe's sync.way is not possible."""
     sync = config.sync
     if sync.delta:
         for reason in _delta_obstacles(config):
@@ -108,7 +110,10 @@ def check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> It
     if placement(config).remote:
         if sync.way != "auto":
             where = f"engine.placement is {config.engine.placement}"
-            yield f"{where}, but sync.way is {sync.way}, which needs memory that trainer and engine share: leave it out"
+            yield (
+                f"{where}, but sync.way is {sync.way}, which needs memory that trainer and engine "
+                "share: leave it out"
+            )
         return
     home = sync.way.rpartition(":")[0]
     if home.endswith(".py") and not os.path.isfile(home):
@@ -118,10 +123,11 @@ def check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> It
 
 
 def _delta_obstacles(config: TrainConfig) -> Iterator[str]:
-    """Yields the reasons why weights cannot be sent as changes of those before."""
+    """Yield the reasons why weights cannot be sent as changes of those before."""
     reasons = {
         "engine.placement is shared, where nothing travels: leave it out": not placement(config).remote,
-        "sync.verify is off, and digests have to prove the result: set it to sample": config.sync.verify == "off",
+        "sync.verify is off, and digests have to prove the result: set it to sample": config.sync.verify
+        == "off",
         "lora.sync sends a small adapter anyway: leave it out, or set lora.sync to merged": config.lora.engines_apply,
         **_record_obstacles(config),
     }
@@ -129,21 +135,26 @@ def _delta_obstacles(config: TrainConfig) -> Iterator[str]:
 
 
 def _zero_copy_obstacles(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
-    """Yields the reasons, in the settings, why trainer and engine cannot share one memory for weights."""
+    """Yield the reasons, in the settings, why trainer and engine cannot share one memory for
+    weights.
+    """
     engine, policy = config.engine, config.policy
     reasons = {
         f"there are {ranks} ranks: start one": ranks > 1,
         "engine.tensor_parallel_size shards them: set it to 1": engine.tensor_parallel_size > 1,
         "policy.backend is deepspeed, which keeps its own: set it to fsdp": policy.backend != "fsdp",
         "lora.rank adds adapters to the weights: set it to 0": config.lora.rank > 0,
-        f"engine.dtype is not policy.dtype: set it to {policy.dtype}": engine.dtype not in (None, policy.dtype),
+        f"engine.dtype is not policy.dtype: set it to {policy.dtype}": engine.dtype
+        not in (None, policy.dtype),
         **_record_obstacles(config),
     }
     return (reason for reason, holds in reasons.items() if holds)
 
 
 def _pull_obstacles(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
-    """Yields the reasons, in the settings, why engines cannot read weights out of the ranks' shards."""
+    """Yield the reasons, in the settings, why engines cannot read weights out of the ranks'
+    shards.
+    """
     policy = config.policy
     deepspeed, size = policy.backend == "deepspeed", policy.shard_size or ranks
     reasons = {
@@ -153,16 +164,17 @@ def _pull_obstacles(config: TrainConfig, ranks: int, neighbours: int) -> Iterato
             policy.update_on == "host" and resolve_device(config) == "cuda"
         ),
         "lora.sync sends the adapter by itself: set it to merged": config.lora.engines_apply,
-        f"a copy of the model is sharded over {size} ranks, and a machine has {neighbours}: set policy.shard_size": (
-            neighbours % size > 0
-        ),
+        f"a copy of the model is sharded over {size} ranks, and a machine has {neighbours}: set "
+        "policy.shard_size": (neighbours % size > 0),
         **_record_obstacles(config),
     }
     return (reason for reason, holds in reasons.items() if holds)
 
 
 def _record_obstacles(config: TrainConfig) -> dict[str, bool]:
-    """The reasons, and whether each holds, why the place of weights in an engine's memory is unknown."""
+    """Return the reasons, and whether each holds, why the place of weights in an engine's memory is
+    unknown.
+    """
     packed = resolve_device(config) == "cpu" and not config.engine.plain_cpu_weights
     return {
         "engine.plain_cpu_weights is false, so that vLLM packs them: set it to true": packed,

@@ -1,9 +1,11 @@
-"""The files of a model, judged by their names and by the headers of its weights, before anything loads them.
+"""The files of a model, judged by their names and by the headers of its weights, before anything
+loads them.
 
-A safetensors file begins with the length of its header, eight bytes in little endian, and the header in JSON
-(https://huggingface.co/docs/safetensors). Offsets count from the end of the header:
+A safetensors file begins with the length of its header, eight bytes in little endian, and the
+header in JSON (https://huggingface.co/docs/safetensors). Offsets count from the end of the header:
 
-    {"model.embed_tokens.weight": {"dtype": "BF16", "shape": [100, 64], "data_offsets": [0, 12800]}, …}
+    {"model.embed_tokens.weight": {"dtype": "BF16", "shape": [100, 64], "data_offsets": [0, 12800]},
+        …}
 """
 
 import json
@@ -37,7 +39,9 @@ class Stored(NamedTuple):
 
 
 def is_pointer(file: Path) -> bool:
-    """Return True if a file is a pointer of Git LFS, which a clone without Git LFS has in place of a large file."""
+    """Return True if a file is a pointer of Git LFS, which a clone without Git LFS has in place of
+    a large file.
+    """
     with file.open("rb") as stream:
         return stream.read(len(_POINTER)) == _POINTER
 
@@ -49,7 +53,9 @@ def pointer_sentence(file: Path) -> str:
 
 
 def no_model(path: Path) -> str:
-    """Return the reason why a file, or a folder without a config.json, is not a model, with a remedy."""
+    """Return the reason why a file, or a folder without a config.json, is not a model, with a
+    remedy.
+    """
     if path.suffix == ".gguf" or any(path.glob("*.gguf")):
         return _gguf(path)
     if path.is_file():
@@ -74,23 +80,31 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def require_no_pointers(folder: Path) -> None:
-    """Raise UserError if a file of a model or tokenizer besides its weights is a pointer of Git LFS."""
+    """Raise UserError if a file of a model or tokenizer besides its weights is a pointer of Git
+    LFS.
+    """
     for file in sorted(folder.iterdir()):
-        if file.suffix in _READ and file.is_file() and file.stat().st_size <= _POINTER_BYTES and is_pointer(file):
+        if (
+            file.suffix in _READ
+            and file.is_file()
+            and file.stat().st_size <= _POINTER_BYTES
+            and is_pointer(file)
+        ):
             raise UserError(pointer_sentence(file))
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Return the tensors of a model by name, from the headers of its safetensors files.
 
-    Raises UserError, with a sentence that names the file and the remedy, if files are pointers, are missing, are cut
-    or do not fit together, or if they hold something else than a model.
+    Raises UserError, with a sentence that names the file and the remedy, if files are pointers, are
+    missing, are cut or do not fit together, or if they hold something else than a model.
     """
     require_no_pointers(folder)
     if (folder / ADAPTER).is_file():
         raise UserError(
-            f"{folder} holds a model and, in {ADAPTER}, an adapter, which would not be read: move the adapter's files "
-            "to a folder of their own, and set lora.start to that folder to go on with it"
+            f"{folder} holds a model and, in {ADAPTER}, an adapter, which would not be read: move the "
+            "adapter's files to a folder of their own, and set lora.start to that folder to go on "
+            "with it"
         )
     index = folder / INDEX
     if index.is_file():
@@ -101,16 +115,24 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         names = sorted(file.name for file in folder.glob("*.safetensors"))
         parts = [name for name in names if "-of-" in name]
         if parts:
-            raise UserError(f"{folder} holds {parts[0]}, but not {INDEX}, which lists the shards: download it as well")
+            raise UserError(
+                f"{folder} holds {parts[0]}, but not {INDEX}, which lists the shards: download it as "
+                "well"
+            )
         if not names:
             raise UserError(_unreadable(folder))
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
-        raise UserError(f"{index} names {absent[0]}, which {folder} lacks ({len(absent)} missing): download it again")
+        raise UserError(
+            f"{index} names {absent[0]}, which {folder} lacks ({len(absent)} missing): download it again"
+        )
     headers = {name: read_header(folder / name) for name in names}
     for tensor, name in file_of.items():
         if tensor not in headers[name]:
-            raise UserError(f"{index} has {tensor} in {name}, which lacks it: download the index and the shards again")
+            raise UserError(
+                f"{index} has {tensor} in {name}, which lacks it: download the index and the shards "
+                "again"
+            )
     tensors = {tensor: stored for header in headers.values() for tensor, stored in header.items()}
     adapted = next((tensor for tensor in tensors if tensor.startswith("base_model.")), None)
     if adapted is not None:
@@ -120,7 +142,9 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """Return the tensors of a safetensors file by name. Raises UserError if it is a pointer, damaged or cut."""
+    """Return the tensors of a safetensors file by name. Raises UserError if it is a pointer,
+    damaged or cut.
+    """
     if is_pointer(file):
         raise UserError(pointer_sentence(file))
     size = file.stat().st_size
@@ -137,7 +161,10 @@ def read_header(file: Path) -> dict[str, Stored]:
             raise UserError(damaged) from error
     end = max((tensor.end for tensor in tensors.values()), default=8 + length)
     if end != size:
-        raise UserError(f"{file} has {size:,} bytes, but its header describes {end:,}: it is cut, so download it again")
+        raise UserError(
+            f"{file} has {size:,} bytes, but its header describes {end:,}: it is cut, so download it "
+            "again"
+        )
     return tensors
 
 
@@ -155,7 +182,10 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _gguf(folder: Path) -> str:
-    return f"{folder} holds GGUF, which is llama.cpp's format: name the model that it was made from, in safetensors"
+    return (
+        f"{folder} holds GGUF, which is llama.cpp's format: name the model that it was made from, in "
+        "safetensors"
+    )
 
 
 def _unreadable(folder: Path) -> str:
@@ -169,20 +199,25 @@ def _unreadable(folder: Path) -> str:
 
 
 def embedding(tensors: Mapping[str, Stored]) -> Stored | None:
-    """Return the input embedding: parts for prediction of several tokens may have copies, under longer names."""
+    """Return the input embedding: parts for prediction of several tokens may have copies, under
+    longer names.
+    """
     names = [name for name in tensors if name.endswith(".weight") and name.split(".")[-2] in _EMBEDDINGS]
     return tensors[min(names, key=len)] if names else None
 
 
 def require_trainable(folder: Path) -> None:
-    """Raise UserError as `stored_tensors`, or if the head differs from the embedding although config.json ties the two.
+    """Raise UserError as `stored_tensors`, or if the head differs from the embedding although
+    config.json ties the two.
 
     Transformers then computes with the embedding, and vLLM with the head
     (https://github.com/vllm-project/vllm/issues/51665).
     """
     tensors = stored_tensors(folder)
     if not any((folder / name).is_file() for name in (INDEX, SINGLE)):
-        raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}, which training reads: rename the weights")
+        raise UserError(
+            f"{folder} has neither {SINGLE} nor {INDEX}, which training reads: rename the weights"
+        )
     table = embedding(tensors)
     name = next((name for name in tensors if name.endswith("lm_head.weight")), None)
     if name is None or table is None or not _ties(folder) or _equal(tensors[name], table):

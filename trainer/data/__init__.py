@@ -1,7 +1,15 @@
-"""Rows of data: files of them, what the model is shown of each, and the order of prompts in training."""
+"""Rows of data: files of them, what the model is shown of each, and the order of prompts in
+training.
+"""
 
 from trainer.data.files import load_rows
-from trainer.data.images import encoded_images, image_rules, messages_and_images, row_images, stored_images
+from trainer.data.images import (
+    encoded_images,
+    image_rules,
+    messages_and_images,
+    row_images,
+    stored_images,
+)
 from trainer.data.prompts import (
     Prompt,
     PromptDataset,

@@ -23,9 +23,10 @@ def load_rows(
 ) -> "Dataset":
     """Load the first `size` rows (None: all) of a dataset. Raises UserError. Collective.
 
-    `path` names a jsonl or parquet file, a folder of such files or of `save_to_disk`, a dataset on the hub,
-    `reasoning_gym:…` or `verifiers:…`. For verifiers, `subset` holds the settings in JSON. In columns named by `exact`,
-    rows of JSON files keep their own nulls apart from those that Arrow puts in.
+    `path` names a jsonl or parquet file, a folder of such files or of `save_to_disk`, a dataset on
+    the hub, `reasoning_gym:…` or `verifiers:…`. For verifiers, `subset` holds the settings in JSON.
+    In columns named by `exact`, rows of JSON files keep their own nulls apart from those that Arrow
+    puts in.
     """
     import datasets
 
@@ -45,21 +46,37 @@ def load_rows(
             load = _loader(path, subset, split, cache)
             rows = load(features=None)
             if rows.info.builder_name == "json" and (changed := _changed_by_arrow(rows, exact)):
-                rows = load(features=datasets.Features(dict(rows.features) | dict.fromkeys(changed, datasets.Json())))
+                rows = load(
+                    features=datasets.Features(
+                        dict(rows.features) | dict.fromkeys(changed, datasets.Json())
+                    )
+                )
     except StopIteration as error:  # raised for an empty file
         raise UserError(f"{path} holds no rows") from error
-    except (datasets.exceptions.DatasetsError, ImportError, OSError, ValueError, RecursionError) as error:
+    except (
+        datasets.exceptions.DatasetsError,
+        ImportError,
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:
         if isinstance(error.__cause__ or error, OSError) and (obstacle := unwritable(cache)):
             remedy = "set HF_DATASETS_CACHE, or HF_HOME, to a folder that can be written to"
-            raise UserError(f"{path}: its rows are prepared in {cache}, but {obstacle}: {remedy}") from error
-        raise UserError(f"{path} (split {split}) cannot be read: {one_line(error.__cause__ or error)}") from error
+            raise UserError(
+                f"{path}: its rows are prepared in {cache}, but {obstacle}: {remedy}"
+            ) from error
+        raise UserError(
+            f"{path} (split {split}) cannot be read: {one_line(error.__cause__ or error)}"
+        ) from error
     if len(rows) == 0:
         raise UserError(f"{path} (split {split}) holds no rows")
     return rows if size is None else rows.select(range(min(size, len(rows))))
 
 
 def _loader(path: str, subset: str | None, split: str, cache: Path) -> Callable[..., "Dataset"]:
-    """Return the function that loads a file, a folder of files, or a dataset on the hub. Raises UserError."""
+    """Return the function that loads a file, a folder of files, or a dataset on the hub. Raises
+    UserError.
+    """
     import datasets
 
     source = Path(path)
@@ -69,13 +86,17 @@ def _loader(path: str, subset: str | None, split: str, cache: Path) -> Callable[
             raise UserError(f"{path} is neither jsonl nor parquet, judging by its name")
         if kind == "json":
             _check_lines(source)
-        return partial(datasets.load_dataset, kind, data_files={split.partition("[")[0]: path}, split=split)
+        return partial(
+            datasets.load_dataset, kind, data_files={split.partition("[")[0]: path}, split=split
+        )
     if source.is_dir():
         for file in sorted(source.rglob("*.json*")):
             if _FILE_KINDS.get(file.suffix) == "json":
                 _check_lines(file)
     elif not (cache / path.replace("/", "___")).is_dir() and (reason := out_of_reach()):
-        raise UserError(f"{path} is not a file or folder, and cannot be fetched from the Hugging Face hub ({reason})")
+        raise UserError(
+            f"{path} is not a file or folder, and cannot be fetched from the Hugging Face hub ({reason})"
+        )
     return partial(datasets.load_dataset, path, subset, split=split)
 
 
@@ -90,7 +111,9 @@ def _check_lines(file: Path) -> None:
                 line.decode()
             except UnicodeDecodeError as error:
                 byte = f"byte {error.start + 1} ({line[error.start]:#x})"
-                raise UserError(f"{file}: line {number} is not UTF-8 at its {byte}: save the file as UTF-8") from error
+                raise UserError(
+                    f"{file}: line {number} is not UTF-8 at its {byte}: save the file as UTF-8"
+                ) from error
             if line.strip() == b"null":
                 raise UserError(f"{file}: line {number} is null, but should be a row: leave it out")
 
@@ -113,20 +136,24 @@ def _saved(folder: Path, split: str) -> "Dataset":
 def _changed_by_arrow(rows: "Dataset", exact: Collection[str]) -> list[str]:
     """Return the columns of a JSON file whose values Arrow may have changed.
 
-    It reads a text such as 2024-05-01 as a time, and its null in an object may be the row's own or that of a key that
-    only other rows have. Where a key holds texts in some rows and lists in others, `datasets` reads a text such as
-    "42" as what it says in JSON.
+    It reads a text such as 2024-05-01 as a time, and its null in an object may be the row's own or
+    that of a key that only other rows have. Where a key holds texts in some rows and lists in
+    others, `datasets` reads a text such as "42" as what it says in JSON.
     """
     changed = []
     for name in rows.column_names:
         column = rows.data.column(name)
-        if _has_changed_texts(column.type) or (name in exact and any(map(_has_inner_nulls, column.chunks))):
+        if _has_changed_texts(column.type) or (
+            name in exact and any(map(_has_inner_nulls, column.chunks))
+        ):
             changed.append(name)
     return changed
 
 
 def _has_changed_texts(kind: Any) -> bool:
-    """Return True if an Arrow type holds times, or values of several types within lists or objects."""
+    """Return True if an Arrow type holds times, or values of several types within lists or
+    objects.
+    """
     import pyarrow
 
     if pyarrow.types.is_temporal(kind):
@@ -146,7 +173,9 @@ def _has_inner_nulls(array: Any) -> bool:
 
 
 def _tasks(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Load the tasks of `rollout.verifiers` on rank 0, for all ranks. Raises ValueError on all ranks. Collective."""
+    """Load the tasks of `rollout.verifiers` on rank 0, for all ranks. Raises ValueError on all
+    ranks. Collective.
+    """
     from generation.rollouts.environments import verifiers
 
     message: dict[str, Any] = {}

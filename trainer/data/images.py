@@ -38,10 +38,14 @@ def image_rules(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> Im
         processor = ImageProcessor(config.model.path, tokenizer, config.model.trust_remote_code)
     except Exception as error:  # Transformers reads the user's files as they come
         reason = one_line(error)
-        raise UserError(f"data.max_images: {config.model.path} has no processor for images: {reason}") from error
+        raise UserError(
+            f"data.max_images: {config.model.path} has no processor for images: {reason}"
+        ) from error
     limits = ImageLimits(data.max_image_pixels, data.larger_images)
     rollout = config.rollout
-    return ImageRules(processor, limits, data.max_images, rollout.max_image_mib << 20, rollout.fetch_images)
+    return ImageRules(
+        processor, limits, data.max_images, rollout.max_image_mib << 20, rollout.fetch_images
+    )
 
 
 def encoded_images(rows: "Dataset") -> "Dataset":
@@ -57,7 +61,8 @@ def encoded_images(rows: "Dataset") -> "Dataset":
 
 
 def row_images(row: dict[str, Any], config: DataConfig, path: str) -> list[Any]:
-    """Return the sources of the images in a row's image column, in order; `path` is the data's path.
+    """Return the sources of the images in a row's image column, in order; `path` is the data's
+    path.
 
     Raises ValueError, whose message is a sentence without its subject, if one of several is null.
     """
@@ -66,7 +71,9 @@ def row_images(row: dict[str, Any], config: DataConfig, path: str) -> list[Any]:
         return []
     sources = column if isinstance(column, list) else [column]
     if None in sources:
-        raise ValueError(f"has a null among its images, as image {sources.index(None) + 1}: leave it out")
+        raise ValueError(
+            f"has a null among its images, as image {sources.index(None) + 1}: leave it out"
+        )
     return [_located(source, path) for source in sources]
 
 
@@ -89,7 +96,9 @@ def stored_images(
     images: Sequence[Image],
     rules: ImageRules,
 ) -> tuple[StoredImage, ...]:
-    """Return handles of a row's images that read them again, from the row's `sources`; `path` is the data's path."""
+    """Return handles of a row's images that read them again, from the row's `sources`; `path` is
+    the data's path.
+    """
 
     def source(number: int) -> Any:
         return sources(dict(rows[index]))[number]
@@ -102,7 +111,9 @@ def stored_images(
 
 
 def _located(source: Any, path: str) -> Any:
-    """Resolve an image's path relative to the folder of the data at `path`; return other sources unchanged."""
+    """Resolve an image's path relative to the folder of the data at `path`; return other sources
+    unchanged.
+    """
     if isinstance(source, dict) and not source.get("bytes"):
         source = source.get("path")
     if not isinstance(source, str) or source.startswith(("data:", "file:")) or "://" in source:
@@ -113,27 +124,40 @@ def _located(source: Any, path: str) -> Any:
 
 
 def check_images_are_read(row: Mapping[str, Any], prompt: Any, config: DataConfig) -> None:
-    """Raise ValueError, whose message is a sentence without its subject, if the prompt needs images that are not read.
+    """Raise ValueError, whose message is a sentence without its subject, if the prompt needs images
+    that are not read.
 
-    `prompt` is the row's text or messages. A column with images that nothing mentions may be meant for something else:
-    `image_remarks` names it.
+    `prompt` is the row's text or messages. A column with images that nothing mentions may be meant
+    for something else: `image_remarks` names it.
     """
     contents = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
-    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    parts = [
+        part for content in contents for part in (content if isinstance(content, list) else [content])
+    ]
     pictured = any(isinstance(part, Mapping) and _is_picture(part) for part in parts)
     if pictured and not config.max_images:
-        raise ValueError("has an image in its messages, but data.max_images is 0: set it to the most that a row has")
+        raise ValueError(
+            "has an image in its messages, but data.max_images is 0: set it to the most that a row has"
+        )
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     marked = any("<image>" in text for text in texts if isinstance(text, str))
     column = next(_unread_columns(row, config), None)
-    if column is not None and config.image_key is None and (marked or (config.max_images and not pictured)):
+    if (
+        column is not None
+        and config.image_key is None
+        and (marked or (config.max_images and not pictured))
+    ):
         remedy = f"set data.image_key to {column} and data.max_images to the most images of a row"
-        raise ValueError(f"has images in its column {column!r}, which is not read: {remedy}, or drop the column")
+        raise ValueError(
+            f"has images in its column {column!r}, which is not read: {remedy}, or drop the column"
+        )
 
 
 def image_remarks(row: Mapping[str, Any], config: DataConfig) -> tuple[str, ...]:
     """Return a sentence, without its subject, for each column of images that is not read."""
-    return tuple(f"has images in its column {name!r}, which is not read" for name in _unread_columns(row, config))
+    return tuple(
+        f"has images in its column {name!r}, which is not read" for name in _unread_columns(row, config)
+    )
 
 
 def _unread_columns(row: Mapping[str, Any], config: DataConfig) -> Iterator[str]:
@@ -142,13 +166,17 @@ def _unread_columns(row: Mapping[str, Any], config: DataConfig) -> Iterator[str]
 
 
 def _is_picture(part: Mapping[str, Any]) -> bool:
-    """Return True if a part of a message is an image or a video; Arrow gives all parts the same keys, some null."""
+    """Return True if a part of a message is an image or a video; Arrow gives all parts the same
+    keys, some null.
+    """
     kind = str(part.get("type"))
     return "image" in kind or "video" in kind or any(part.get(key) for key in ("image", "image_url"))
 
 
 def _holds_image(value: Any) -> bool:
-    """Return True if a column's value is an image, or a list of them, in a form that an image column may have."""
+    """Return True if a column's value is an image, or a list of them, in a form that an image
+    column may have.
+    """
     if isinstance(value, list):
         return any(map(_holds_image, value))
     if isinstance(value, Mapping):  # as `datasets` stores images

@@ -31,7 +31,8 @@ class Prompt:
 
     id: int  # row index in the dataset; dropped rows count
     token_ids: tuple[int, ...]  # with the chat template, if any, and its generation prompt
-    row: dict[str, Any]  # the entire row without its images; `row["answer"]` is the column data.answer_key names
+    # The entire row without its images; `row["answer"]` is the column data.answer_key names
+    row: dict[str, Any]
     images: tuple[StoredImage, ...] = ()
     image_spans: Spans = ()
     reader: RowReader | None = field(default=None, repr=False, compare=False)  # of its dataset's rows
@@ -49,17 +50,22 @@ class PromptDataset(list[Prompt]):
             parts = [prompt.id, prompt.token_ids, prompt.row, *(image.digest for image in prompt.images)]
             line = json.dumps(parts, sort_keys=True, default=repr)
             digest.update(line.encode())
-        self.fingerprint = digest.hexdigest()  # a position is only valid in data with an equal fingerprint
+        # A position is only valid in data with an equal fingerprint
+        self.fingerprint = digest.hexdigest()
 
     def take(self, position: int, count: int, seed: int) -> list[Prompt]:
-        """Return the `count` prompts from `position` on in training's sequence; see the function `take`."""
+        """Return the `count` prompts from `position` on in training's sequence; see the function
+        `take`.
+        """
         return take(self, position, count, seed)
 
 
 def take(items: Sequence[T], position: int, count: int, seed: int) -> list[T]:
-    """Return `count` items from `position` on in an endless sequence, in which each epoch is a permutation of `items`.
+    """Return `count` items from `position` on in an endless sequence, in which each epoch is a
+    permutation of `items`.
 
-    There is no state between calls, so a run that resumes needs only its position. A batch may span epochs.
+    There is no state between calls, so a run that resumes needs only its position. A batch may span
+    epochs.
     """
     places = (divmod(place, len(items)) for place in range(position, position + count))
     return [items[epoch_order(seed, epoch, len(items))[index]] for epoch, index in places]
@@ -67,9 +73,11 @@ def take(items: Sequence[T], position: int, count: int, seed: int) -> list[T]:
 
 @lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, length: int) -> tuple[int, ...]:
-    """Return a permutation of range(length) that depends on the arguments only, not even on NumPy's version.
+    """Return a permutation of range(length) that depends on the arguments only, not even on NumPy's
+    version.
 
-    It uses the raw output of Philox, which NumPy promises never to change, unlike the result of `permutation`.
+    It uses the raw output of Philox, which NumPy promises never to change, unlike the result of
+    `permutation`.
     """
     key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=16).digest()
     draws = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(length)
@@ -77,7 +85,9 @@ def epoch_order(seed: int, epoch: int, length: int) -> tuple[int, ...]:
 
 
 def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
-    """Load the model's tokenizer, or the one that model.tokenizer names. Raises UserError naming the path."""
+    """Load the model's tokenizer, or the one that model.tokenizer names. Raises UserError naming
+    the path.
+    """
     from transformers import AutoTokenizer
 
     path = model.tokenizer or model.path
@@ -87,18 +97,22 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
         raise UserError(f"no tokenizer can be loaded from {path}: {one_line(error)}") from error
     beyond = unembedded(tokenizer, model)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in beyond:
-        tokenizer.pad_token = tokenizer.eos_token  # harmless, since masks depend on positions, not on ids
+        # harmless, since masks depend on positions, not on ids
+        tokenizer.pad_token = tokenizer.eos_token
     for token_id, token in beyond.items():
-        if token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id) or token in str(tokenizer.chat_template):
+        if token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id) or token in str(
+            tokenizer.chat_template
+        ):
             raise UserError(f"the tokenizer of {path} needs {_without_row(token, token_id, model)}")
     return tokenizer
 
 
 def unembedded(tokenizer: "PreTrainedTokenizerBase", model: ModelConfig) -> dict[int, str]:
-    """Return the tokens by id for which the model's embedding has no row; embeddings know nothing of their names.
+    """Return the tokens by id for which the model's embedding has no row; embeddings know nothing
+    of their names.
 
-    Some released models have such tokens, like Gemma 3's text-only ones that for images, so they matter only where
-    they are used.
+    Some released models have such tokens, like Gemma 3's text-only ones that for images, so they
+    matter only where they are used.
     """
     rows = embedding_rows(model.path)
     if rows is None:
@@ -109,15 +123,21 @@ def unembedded(tokenizer: "PreTrainedTokenizerBase", model: ModelConfig) -> dict
 def check_token_ids(
     datasets: Mapping[str, Iterable[Prompt]], tokenizer: "PreTrainedTokenizerBase", model: ModelConfig
 ) -> None:
-    """Raise UserError naming the first prompt of these datasets, by name, with a token that the model cannot embed."""
+    """Raise UserError naming the first prompt of these datasets, by name, with a token that the
+    model cannot embed.
+    """
     beyond = unembedded(tokenizer, model)
     for name, prompts in datasets.items() if beyond else ():
         for prompt in prompts:
             require_embedded(prompt.token_ids, beyond, f"row {prompt.id} of {name}", model)
 
 
-def require_embedded(token_ids: Sequence[int], beyond: Mapping[int, str], where: str, model: ModelConfig) -> None:
-    """Raise UserError if one of the ids is among those that `unembedded` found; `where` names the place of the text."""
+def require_embedded(
+    token_ids: Sequence[int], beyond: Mapping[int, str], where: str, model: ModelConfig
+) -> None:
+    """Raise UserError if one of the ids is among those that `unembedded` found; `where` names the
+    place of the text.
+    """
     token_id = next((token_id for token_id in token_ids if token_id in beyond), None)
     if token_id is not None:
         raise UserError(f"{where} holds {_without_row(beyond[token_id], token_id, model)}")
@@ -125,24 +145,35 @@ def require_embedded(token_ids: Sequence[int], beyond: Mapping[int, str], where:
 
 def _without_row(token: str, token_id: int, model: ModelConfig) -> str:
     rows = embedding_rows(model.path)
-    remedy = "name the model's own in model.tokenizer, or save the model after resize_token_embeddings of Transformers"
-    return f"{token!r} with the id {token_id}, but the embedding of {model.path} has {rows} rows: {remedy}"
+    remedy = (
+        "name the model's own in model.tokenizer, or save the model after resize_token_embeddings of "
+        "Transformers"
+    )
+    return (
+        f"{token!r} with the id {token_id}, but the embedding of {model.path} has {rows} rows: {remedy}"
+    )
 
 
 def load_prompts(
     config: DataConfig, tokenizer: "PreTrainedTokenizerBase", images: ImageRules | None = None
 ) -> PromptDataset:
-    """Load the prompts to train on. Prompts longer than data.max_prompt_tokens are dropped and counted.
+    """Load the prompts to train on. Prompts longer than data.max_prompt_tokens are dropped and
+    counted.
 
-    Raises UserError if the data cannot be read, lack a column, hold a row without a prompt, or leave no prompts.
+    Raises UserError if the data cannot be read, lack a column, hold a row without a prompt, or
+    leave no prompts.
     """
     return _usable(prompt_rows(config, tokenizer, images), config.path, config.max_prompt_tokens)
 
 
 def load_held_out(
-    dataset: HeldOutConfig, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", images: ImageRules | None = None
+    dataset: HeldOutConfig,
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    images: ImageRules | None = None,
 ) -> PromptDataset:
-    """Load the prompts of a dataset to evaluate on, with its columns renamed to those of the training data, `config`.
+    """Load the prompts of a dataset to evaluate on, with its columns renamed to those of the
+    training data, `config`.
 
     Raises UserError as `load_prompts`.
     """
@@ -160,9 +191,13 @@ def _usable(rendered: Iterable[RenderedRow], path: str, most: int) -> PromptData
         if row.dropped:
             dropped += 1
         else:
-            prompts.append(Prompt(row.index, row.token_ids, row.row, row.images, row.image_spans, row.reader))
+            prompts.append(
+                Prompt(row.index, row.token_ids, row.row, row.images, row.image_spans, row.reader)
+            )
     if not prompts:
-        raise UserError(f"all {dropped} prompts of {path} are longer than data.max_prompt_tokens = {most}: raise it")
+        raise UserError(
+            f"all {dropped} prompts of {path} are longer than data.max_prompt_tokens = {most}: raise it"
+        )
     return PromptDataset(prompts, dropped, remarks.lines())
 
 
@@ -173,12 +208,15 @@ def prompt_rows(
     *,
     held_out: HeldOutConfig | None = None,
 ) -> Iterator[RenderedRow]:
-    """Yield each row of the training data, or of a dataset to evaluate on, as the model sees it, in the file's order.
+    """Yield each row of the training data, or of a dataset to evaluate on, as the model sees it, in
+    the file's order.
 
-    Rows that are too long are among them, as dropped. Nothing is kept between rows, so a caller may stop early. The
-    tools of the recipe are in `config.chat_template_kwargs`, where `RolloutLevel.data` has put them.
+    Rows that are too long are among them, as dropped. Nothing is kept between rows, so a caller may
+    stop early. The tools of the recipe are in `config.chat_template_kwargs`, where
+    `RolloutLevel.data` has put them.
 
-    Raises UserError that names the file, and the row, if data cannot be read or a row cannot be used.
+    Raises UserError that names the file, and the row, if data cannot be read or a row cannot be
+    used.
     """
     if held_out is None:
         rows = load_rows(config.path, config.subset, config.split, exact=columns_read(config))
@@ -189,7 +227,9 @@ def prompt_rows(
         keys = held_out.model_dump(include={"path", "answer_key", "image_key"}, exclude_none=True)
         config = config.model_copy(update=keys)
     _check_columns(rows, config)
-    rendered = _rendered(rows, config, tokenizer) if images is None else _with_images(rows, config, images)
+    rendered = (
+        _rendered(rows, config, tokenizer) if images is None else _with_images(rows, config, images)
+    )
     for row in rendered:
         if len(row.token_ids) > config.max_prompt_tokens:
             row = replace(row, dropped="is longer than data.max_prompt_tokens")
@@ -197,13 +237,23 @@ def prompt_rows(
 
 
 def columns_read(config: DataConfig) -> list[str]:
-    """Return the columns from which prompts are made, whether the data have them or not; rewards may read others."""
-    keys = [config.prompt_key, config.messages_key, config.tools_key, config.answer_key, config.image_key]
+    """Return the columns from which prompts are made, whether the data have them or not; rewards
+    may read others.
+    """
+    keys = [
+        config.prompt_key,
+        config.messages_key,
+        config.tools_key,
+        config.answer_key,
+        config.image_key,
+    ]
     return [key for key in keys if key is not None]
 
 
 def _with_columns_of_training(rows: "Dataset", dataset: HeldOutConfig, config: DataConfig) -> "Dataset":
-    """Return the rows with the prompts in the column of the training data, where rollouts look for them."""
+    """Return the rows with the prompts in the column of the training data, where rollouts look for
+    them.
+    """
     if dataset.prompt_key in (None, config.prompt_key):
         return rows
     if dataset.prompt_key not in rows.column_names:
@@ -222,27 +272,37 @@ def _check_columns(rows: "Dataset", config: DataConfig) -> None:
         raise UserError(f"neither {keys} is a column: {there}")
     if config.answer_key is not None and not _has_column(rows.features, config.answer_key):
         key = f"data.answer_key = {config.answer_key!r}"
-        raise UserError(f"{key} is not a column or a field of one: {there}; set it to null if rewards need no answer")
+        raise UserError(
+            f"{key} is not a column or a field of one: {there}; set it to null if rewards need no answer"
+        )
     if config.image_key is not None and config.image_key not in rows.column_names:
         raise UserError(f"data.image_key = {config.image_key!r} is not a column: {there}")
 
 
 def check_preferences(rows: "Dataset", path: str, *keys: str) -> None:
-    """Raise UserError if the rows are pairs of answers, and have none of the columns that a run needs."""
+    """Raise UserError if the rows are pairs of answers, and have none of the columns that a run
+    needs.
+    """
     names = set(rows.column_names)
     if {"chosen", "rejected"} <= names and names.isdisjoint(keys):
         needed = " or ".join(map(repr, keys))
         remedy = "rename one of its columns, or name it in the recipe, if it is meant"
-        raise UserError(f"{path} is a file of preferences (chosen, rejected), but has no column {needed}: {remedy}")
+        raise UserError(
+            f"{path} is a file of preferences (chosen, rejected), but has no column {needed}: {remedy}"
+        )
 
 
 def _has_column(features: Mapping[str, Any], key: str) -> bool:
-    """Return True if a key names a column or a field of one. What is in a column of type `Json`, rows alone tell."""
+    """Return True if a key names a column or a field of one. What is in a column of type `Json`,
+    rows alone tell.
+    """
     column = features.get(key.partition(".")[0])
     return column_value(features, key) is not None or type(column).__name__ == "Json"
 
 
-def _rendered(rows: "Dataset", config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[RenderedRow]:
+def _rendered(
+    rows: "Dataset", config: DataConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> Iterator[RenderedRow]:
     """Yield rows without images, in the order of the rows, including those that are too long."""
     reader = row_reader(config, tokenizer, rows)
 
@@ -252,7 +312,9 @@ def _rendered(rows: "Dataset", config: DataConfig, tokenizer: "PreTrainedTokeniz
         messages = reader.messages(row)
         tools = reader.tools(row)
         text = reader.render_prompt(messages, tools)
-        return RenderedRow(0, row, messages, tools, text, (), remarks=_remarks(reader, row, messages, tools))
+        return RenderedRow(
+            0, row, messages, tools, text, (), remarks=_remarks(reader, row, messages, tools)
+        )
 
     for chunk in in_chunks(rows, config.path, read):
         texts = [rendered.text for _, _, rendered in chunk]
@@ -297,7 +359,9 @@ def _with_images(rows: "Dataset", config: DataConfig, rules: ImageRules) -> Iter
         text = reader.render_prompt(content, tools)
         ids, spans = rules.processor.expand(text, images, special=False)
         remarks = _remarks(reader, row, content, tools)
-        rendered = RenderedRow(0, row, content, tools, text, tuple(ids), image_spans=spans, remarks=remarks)
+        rendered = RenderedRow(
+            0, row, content, tools, text, tuple(ids), image_spans=spans, remarks=remarks
+        )
         return rendered, images
 
     for chunk in in_chunks(rows, path, read):
@@ -305,7 +369,9 @@ def _with_images(rows: "Dataset", config: DataConfig, rules: ImageRules) -> Iter
             stored = stored_images(rows, index, path, lambda row: parts(row)[1], images, rules)
             plain = {name: value for name, value in row.items() if name != config.image_key}
             if rendered.messages is not None and not isinstance(reader.prompt(row), str):
-                plain[config.prompt_key if row.get(config.prompt_key) else config.messages_key] = rendered.messages
+                plain[config.prompt_key if row.get(config.prompt_key) else config.messages_key] = (
+                    rendered.messages
+                )
             if config.answer_key is not None:
                 plain["answer"] = column_value(row, config.answer_key)
             yield replace(rendered, index=index, row=plain, images=stored, reader=reader)

@@ -5,7 +5,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from generation.images import ImageProcessor, Spans, StoredImage, split_images, with_places
-from generation.messages import ChatForm, CleanMessage, chat_form, chosen_tools, clean_messages, messages_in
+from generation.messages import (
+    ChatForm,
+    CleanMessage,
+    chat_form,
+    chosen_tools,
+    clean_messages,
+    messages_in,
+)
 from trainer.config.schema import DataConfig
 from trainer.data.images import check_images_are_read, image_remarks
 from trainer.errors import UserError
@@ -22,25 +29,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RenderedRow:
-    """One row of the data as the model sees it; `trainer.data.prompt_rows` yields those of prompts, and
-    `trainer.commands.sft_rows.transcript_rows` those of a warm start.
+    """One row of the data as the model sees it; `trainer.data.prompt_rows` yields those of prompts,
+    and `trainer.commands.sft_rows.transcript_rows` those of a warm start.
 
-    Attributes:
-        index: the row's index in the dataset; dropped rows count.
-        row: the row's columns as they are in the file, without its images; with `answer`, the column that
-            data.answer_key names.
-        messages: the messages that the chat template has rendered, cleaned, with the system prompt, each of their
-            images as `{"type": "image"}`; None where the row is plain text.
-        tools: the schemas of tools that the chat template has got; empty if there are none.
-        text: the text that was tokenised, with the template's special tokens written out and one placeholder for each
-            image.
-        token_ids: the ids of `text`, with as many tokens for each image as it has features.
-        images, image_spans: handles of the row's images, and the places of their tokens.
-        learned: for a warm start 1 for each of `token_ids` that is trained and 0 for the others; empty for a prompt.
-        dropped: why the row is left out, such as "is longer than data.max_prompt_tokens"; empty if it is used.
-        remarks: sentences, without their subject, on what is suspicious in the row, though it can be used, such as
-            "holds the special token '<|im_end|>' in its text". The same thing is said in the same words in each row.
-        reader: the reader of all rows of the dataset.
+    Attributes: index: the row's index in the dataset; dropped rows count. row: the row's columns as
+        they are in the file, without its images; with `answer`, the column that data.answer_key
+        names. messages: the messages that the chat template has rendered, cleaned, with the system
+        prompt, each of their images as `{"type": "image"}`; None where the row is plain text.
+        tools: the schemas of tools that the chat template has got; empty if there are none. text:
+        the text that was tokenised, with the template's special tokens written out and one
+        placeholder for each image. token_ids: the ids of `text`, with as many tokens for each image
+        as it has features. images, image_spans: handles of the row's images, and the places of
+        their tokens. learned: for a warm start 1 for each of `token_ids` that is trained and 0 for
+        the others; empty for a prompt. dropped: why the row is left out, such as "is longer than
+        data.max_prompt_tokens"; empty if it is used. remarks: sentences, without their subject, on
+        what is suspicious in the row, though it can be used, such as "holds the special token
+        '<|im_end|>' in its text". The same thing is said in the same words in each row. reader: the
+        reader of all rows of the dataset.
     """
 
     index: int
@@ -62,8 +67,8 @@ def in_chunks(
 ) -> Iterator[list[tuple[int, dict[str, Any], T]]]:
     """Yield all rows in chunks for the tokenizer, as triples of index, row and `read(row)`.
 
-    `read` may raise a ValueError with a sentence about the row without its subject; it becomes a UserError that names
-    the row.
+    `read` may raise a ValueError with a sentence about the row without its subject; it becomes a
+    UserError that names the row.
     """
     for start in range(0, len(rows), _CHUNK):
         chunk = []
@@ -74,7 +79,9 @@ def in_chunks(
                 index += 1
         except UnicodeDecodeError as error:  # Arrow does not look into texts before they are read
             byte = error.object[error.start]
-            raise UserError(f"row {index} of {path} has a text that is not UTF-8: its byte {byte:#x}") from error
+            raise UserError(
+                f"row {index} of {path} has a text that is not UTF-8: its byte {byte:#x}"
+            ) from error
         except ValueError as error:
             raise UserError(f"row {index} of {path} {error}") from error
         yield chunk
@@ -82,7 +89,9 @@ def in_chunks(
 
 @dataclass
 class Remarks:
-    """The remarks on the rows of the data at `path`, each with its first row and the number of its rows."""
+    """The remarks on the rows of the data at `path`, each with its first row and the number of its
+    rows.
+    """
 
     path: str
     rows: dict[str, list[int]] = field(default_factory=dict)
@@ -103,15 +112,13 @@ class Remarks:
 
 @dataclass(frozen=True)
 class RowReader:
-    """Reads what the rows of one dataset say to the model. Its methods raise ValueError with a sentence about the row
-    that lacks its subject.
+    """Reads what the rows of one dataset say to the model. Its methods raise ValueError with a
+    sentence about the row that lacks its subject.
 
-    Attributes:
-        config: the recipe's section, with the keys of this dataset.
-        form: the chat template; None where rows are plain text.
-        features: the types of the columns as `datasets` has them, which tell Arrow's nulls from those of a row.
-        special_tokens: the tokens that texts of rows should not contain.
-        bos_token: the one of them that begins a text.
+    Attributes: config: the recipe's section, with the keys of this dataset. form: the chat
+        template; None where rows are plain text. features: the types of the columns as `datasets`
+        has them, which tell Arrow's nulls from those of a row. special_tokens: the tokens that
+        texts of rows should not contain. bos_token: the one of them that begins a text.
     """
 
     config: DataConfig
@@ -126,7 +133,9 @@ class RowReader:
         return self.config.chat_template_kwargs.get("tools") or []
 
     def column(self, row: Mapping[str, Any], name: str | None) -> Any:
-        """Return a column's value without the nulls that Arrow has put under keys that only other rows have."""
+        """Return a column's value without the nulls that Arrow has put under keys that only other
+        rows have.
+        """
         if name is None or row.get(name) is None:
             return None
         return _without_fill(row[name], self.features.get(name))
@@ -161,8 +170,12 @@ class RowReader:
         """Return the schemas of the tools that a row's prompt describes."""
         return chosen_tools(self.column(row, self.config.tools_key), self.recipe_tools)
 
-    def render(self, messages: Sequence[CleanMessage], tools: Sequence[CleanMessage], **settings: Any) -> str:
-        """Return the chat template's text of clean messages; by default with the opening of an answer."""
+    def render(
+        self, messages: Sequence[CleanMessage], tools: Sequence[CleanMessage], **settings: Any
+    ) -> str:
+        """Return the chat template's text of clean messages; by default with the opening of an
+        answer.
+        """
         assert self.form is not None
         arguments = {**self.config.chat_template_kwargs, **settings}
         if tools:
@@ -173,11 +186,16 @@ class RowReader:
         if not self.recipe_tools:
             for schema in tools:
                 if schema["function"]["name"] not in text:
-                    raise ValueError("has tools, which the chat template does not describe: set data.tools_key to null")
+                    raise ValueError(
+                        "has tools, which the chat template does not describe: set data.tools_key to "
+                        "null"
+                    )
         return text
 
     def render_prompt(self, messages: Sequence[CleanMessage], tools: Sequence[CleanMessage]) -> str:
-        """Return the text of a prompt, which ends with the opening of an answer, or with the answer to be continued."""
+        """Return the text of a prompt, which ends with the opening of an answer, or with the answer
+        to be continued.
+        """
         roles = {message["role"] for message in messages}
         if roles <= {"system", "developer"}:
             raise ValueError("holds a system message alone: it needs one of the user")
@@ -186,13 +204,21 @@ class RowReader:
         kwargs = self.config.chat_template_kwargs
         if not self.config.continue_final and not kwargs.get("continue_final_message"):
             remedies = "drop that turn, or have it continued (data.continue_final: true)"
-            raise ValueError(f"ends with an assistant's turn, after which the model would answer once more: {remedies}")
+            raise ValueError(
+                "ends with an assistant's turn, after which the model would answer once more: "
+                f"{remedies}"
+            )
         if messages[-1].get("tool_calls"):
-            raise ValueError("ends with a tool call, which cannot be continued: add the tool's reply, or drop the call")
+            raise ValueError(
+                "ends with a tool call, which cannot be continued: add the tool's reply, or drop the "
+                "call"
+            )
         return self.render(messages, tools, add_generation_prompt=False, continue_final_message=True)
 
     def remarks(self, row: Mapping[str, Any], messages: Sequence[CleanMessage]) -> tuple[str, ...]:
-        """Return what is suspicious in a row. Raises ValueError for a text that is templated already."""
+        """Return what is suspicious in a row. Raises ValueError for a text that is templated
+        already.
+        """
         remarks = [*image_remarks(row, self.config)]
         assert self.form is not None
         opening = self.form.opening.strip()
@@ -217,7 +243,9 @@ def row_reader(
     rows: "Dataset | None" = None,
     processor: ImageProcessor | None = None,
 ) -> RowReader:
-    """Return the reader of `rows`; without them, of rows whose nulls are their own. Raises UserError."""
+    """Return the reader of `rows`; without them, of rows whose nulls are their own. Raises
+    UserError.
+    """
     form = None
     if config.apply_chat_template and tokenizer.chat_template is not None:
         form = chat_form(tokenizer) if processor is None else processor.form
@@ -232,8 +260,9 @@ def row_reader(
 def _without_fill(value: Any, feature: Any) -> Any:
     """Return a value without the nulls that Arrow has put into its objects.
 
-    A column of objects has the keys of all of them, and null for those that one lacks. Columns of type `Json`, which
-    `datasets` gives to objects of a jsonl file with different keys, hold what the file holds.
+    A column of objects has the keys of all of them, and null for those that one lacks. Columns of
+    type `Json`, which `datasets` gives to objects of a jsonl file with different keys, hold what
+    the file holds.
     """
     if isinstance(feature, Mapping) and isinstance(value, Mapping):
         entries = ((key, entry) for key, entry in value.items() if entry is not None)
@@ -245,7 +274,9 @@ def _without_fill(value: Any, feature: Any) -> Any:
 
 
 def column_value(row: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a column, or of a field such as `reward_model.ground_truth`; None if the row lacks it."""
+    """Return the value of a column, or of a field such as `reward_model.ground_truth`; None if the
+    row lacks it.
+    """
     value: Any = row
     for name in [key] if key in row else key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None

@@ -23,8 +23,8 @@ _TEXT_SHOWN = 160  # characters of the first prompt
 class TokenLengths:
     """The lengths of rows in tokens: quantiles by nearest rank, and a histogram.
 
-    Attributes:
-        histogram: number of rows in each of 8 bins that are `width` tokens wide, the first from 1 to `width`.
+    Attributes: histogram: number of rows in each of 8 bins that are `width` tokens wide, the first
+        from 1 to `width`.
     """
 
     least: int
@@ -46,7 +46,9 @@ class TokenLengths:
         return cls(least, median, p95, longest, width, np.bincount(bins, minlength=_BINS).tolist())
 
     def __str__(self) -> str:
-        return f"from {self.least:,} to {self.longest:,} tokens, median {self.median:,}, p95 {self.p95:,}"
+        return (
+            f"from {self.least:,} to {self.longest:,} tokens, median {self.median:,}, p95 {self.p95:,}"
+        )
 
 
 def prompt_lines(
@@ -54,7 +56,9 @@ def prompt_lines(
     held_outs: Mapping[str, Sequence[Prompt]],
     tokenizer: "PreTrainedTokenizerBase",
 ) -> Iterator[str]:
-    """Yield the short form of a survey: the lengths of a run's prompts, the first one, and those that occur twice."""
+    """Yield the short form of a survey: the lengths of a run's prompts, the first one, and those
+    that occur twice.
+    """
     lengths = TokenLengths.of([len(prompt.token_ids) for prompt in prompts])
     text = tokenizer.decode(prompts[0].token_ids)
     yield f"prompts have {lengths}"
@@ -74,14 +78,24 @@ def prompt_lines(
 
 
 def duplicates_line(duplicates: Sequence[tuple[int, int]]) -> str:
-    """Return a sentence about rows that occur twice, as pairs of a row and the first one like it."""
+    """Return a sentence about rows that occur twice, as pairs of a row and the first one like
+    it.
+    """
     row, first = duplicates[0]
-    return f"{counted(len(duplicates), 'duplicate')} among the rows, such as row {row}, which is like row {first}"
+    return (
+        f"{counted(len(duplicates), 'duplicate')} among the rows, such as row {row}, which is like row "
+        f"{first}"
+    )
 
 
 def shared_line(name: str, rows: Sequence[int]) -> str:
-    """Return a sentence about rows of the training data that are in the evaluation dataset `name`, too."""
-    return f"eval.datasets.{name} has {counted(len(rows), 'prompt')} of the training data: {named_rows(rows)}"
+    """Return a sentence about rows of the training data that are in the evaluation dataset `name`,
+    too.
+    """
+    return (
+        f"eval.datasets.{name} has {counted(len(rows), 'prompt')} of the training data: "
+        f"{named_rows(rows)}"
+    )
 
 
 def counted(count: int, noun: str) -> str:

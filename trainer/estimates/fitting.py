@@ -1,4 +1,6 @@
-"""Plan the memory of a recipe that is yet to be written, by which `hotbunk new` fits it to a GPU."""
+"""Plan the memory of a recipe that is yet to be written, by which `hotbunk new` fits it to a
+GPU.
+"""
 
 from typing import Any
 
@@ -19,7 +21,8 @@ def this_device() -> tuple[str, float]:
 
 
 def planned_gib(sections: dict[str, Any], gpus: int, device_gib: float) -> dict[str, float]:
-    """Return the sum of each column of a recipe's plan on CUDA, in GiB; fetches config.json if its model is on the hub.
+    """Return the sum of each column of a recipe's plan on CUDA, in GiB; fetches config.json if its
+    model is on the hub.
 
     Raises UserError if there is none.
     """
@@ -27,5 +30,8 @@ def planned_gib(sections: dict[str, Any], gpus: int, device_gib: float) -> dict[
     sections = sections | {"run": sections["run"] | {"device": "cuda"}}
     config, _ = with_chosen_way(TrainConfig.model_validate(sections), gpus, gpus)
     model = model_sizes(config, config.model.path, config.lora)
-    parts = [*trainer_parts(config, model, gpus, device_gib), *engine_parts(config, model, gpus, device_gib)]
+    parts = [
+        *trainer_parts(config, model, gpus, device_gib),
+        *engine_parts(config, model, gpus, device_gib),
+    ]
     return {column: sum(getattr(part, column) for part in parts) / GIB for column in COLUMNS}

@@ -1,20 +1,36 @@
-"""The host memory that a recipe takes in place of a device's, calculated as `trainer.estimates.memory` does."""
+"""The host memory that a recipe takes in place of a device's, calculated as
+`trainer.estimates.memory` does.
+"""
 
 from trainer.config.machine import resolve_device
 from trainer.config.schema import TrainConfig
-from trainer.estimates.memory import MemoryPart, activation_bytes, engine_dtype, graph_bytes, updates_on_host
-from trainer.estimates.model_sizes import ModelSizes, compute_width, model_sizes, optimizer_bytes, shard, shards_of
+from trainer.estimates.memory import (
+    MemoryPart,
+    activation_bytes,
+    engine_dtype,
+    graph_bytes,
+    updates_on_host,
+)
+from trainer.estimates.model_sizes import (
+    ModelSizes,
+    compute_width,
+    model_sizes,
+    optimizer_bytes,
+    shard,
+    shards_of,
+)
 from trainer.policy.module import AutoValueModel
 
 _FLOAT32 = 4  # bytes
 
 
 def host_part(config: TrainConfig, model: ModelSizes, ranks: int) -> MemoryPart:
-    """The bytes of a rank with a CUDA device that wait in host memory, without the rounding up of page-locked memory.
+    """Return the bytes of a rank with a CUDA device that wait in host memory, without the rounding
+    up of page-locked memory.
 
     They are what `policy.update_on: host`, `policy.offload`, `policy.offload_activations` and
-    `policy.offload_reference` keep there, and what vLLM sets aside while an engine sleeps: the weights under adapters,
-    and CUDA graphs with `engine.deep_sleep`.
+    `policy.offload_reference` keep there, and what vLLM sets aside while an engine sleeps: the
+    weights under adapters, and CUDA graphs with `engine.deep_sleep`.
     """
     generating = training = 0.0
     if resolve_device(config) == "cuda":
@@ -39,13 +55,20 @@ def host_part(config: TrainConfig, model: ModelSizes, ranks: int) -> MemoryPart:
             training += graph_bytes(config)
         if policy.offload_activations:
             unmoved = policy.model_copy(update={"offload_activations": False})
-            staying, total = (activation_bytes(config, keys, model, ranks)[1] for keys in (policy, unmoved))
+            staying, total = (
+                activation_bytes(config, keys, model, ranks)[1] for keys in (policy, unmoved)
+            )
             training += total - staying
-    return MemoryPart("host memory", generating, training, "of each rank, in place of its device's", generating)
+    return MemoryPart(
+        "host memory", generating, training, "of each rank, in place of its device's", generating
+    )
 
 
 def _learners(config: TrainConfig, model: ModelSizes) -> list[ModelSizes]:
-    """The policy, and its critic if that is a model of its own."""
+    """Return the policy, and its critic if that is a model of its own."""
     if not config.algorithm.advantage_record.takes("values") or config.critic.shared:
         return [model]
-    return [model, model_sizes(config, config.critic.path or config.model.path, kind=AutoValueModel, num_labels=1)]
+    return [
+        model,
+        model_sizes(config, config.critic.path or config.model.path, kind=AutoValueModel, num_labels=1),
+    ]

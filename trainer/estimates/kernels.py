@@ -1,9 +1,10 @@
 """Kernels and memory traffic of a model's layers, counted by running them on tensors without data.
 
-Nothing is assumed about a family: its own code runs, forward and backward, on the meta device, and every operation that
-would be a kernel on a GPU is noted with the bytes of its inputs and outputs. Attention counts as one kernel, as the
-trainer computes it. Caches, and operations that PyTorch fuses on a GPU alone, make the true traffic smaller. Kernels
-that `policy.compile` saves are not subtracted.
+Nothing is assumed about a family: its own code runs, forward and backward, on the meta device, and
+every operation that would be a kernel on a GPU is noted with the bytes of its inputs and outputs.
+Attention counts as one kernel, as the trainer computes it. Caches, and operations that PyTorch
+fuses on a GPU alone, make the true traffic smaller. Kernels that `policy.compile` saves are not
+subtracted.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,15 @@ _COUNTED_ATTENTION = "hotbunk_counted"
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 
-_NOT_KERNELS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view")
+_NOT_KERNELS = (
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "_unsafe_view",
+)
 """Operations that launch nothing, besides views."""
 
 _INDEXED_READS = ("gather", "index", "index_select", "embedding")
@@ -38,9 +47,10 @@ _INDEXED_SUMS = ("scatter_add_", "index_add_", "index_put_", "_index_put_impl_")
 """Operations that read and write only as many elements of their input as are added to it."""
 
 WIDE = 125
-"""Operations per byte from which a product is as fast as its operations allow; a narrower one, such as that of an
-adapter's factor, counts by its bytes as well. It is the ratio of the sustained rates of an A100, 212e12 and 1.7e12; an
-H100 has 236."""
+"""Operations per byte from which a product is as fast as its operations allow; a narrower one, such
+as that of an adapter's factor, counts by its bytes as well. It is the ratio of the sustained rates
+of an A100, 212e12 and 1.7e12; an H100 has 236.
+"""
 
 
 @dataclass(frozen=True)
@@ -72,11 +82,12 @@ class KernelCounts:
 
 
 def count_kernels(config: TrainConfig, path: str, rows: int, length: int) -> KernelCounts:
-    """Count the kernels of the decoder layers of the model at `path` for `rows` sequences of `length` tokens.
+    """Count the kernels of the decoder layers of the model at `path` for `rows` sequences of
+    `length` tokens.
 
-    Layers of one kind, with equal classes and shapes, are counted once. A mixture is counted in bfloat16, since torch
-    knows the shape of a grouped product in that dtype alone. Raises UserError if the model's code does not run on
-    tensors without data.
+    Layers of one kind, with equal classes and shapes, are counted once. A mixture is counted in
+    bfloat16, since torch knows the shape of a grouped product in that dtype alone. Raises UserError
+    if the model's code does not run on tensors without data.
     """
     meta = torch.device("meta")
     is_mixture = any(model_config(path).get(key) for key in EXPERT_KEYS)
@@ -95,7 +106,8 @@ def count_kernels(config: TrainConfig, path: str, rows: int, length: int) -> Ker
         repeated[first] = repeated.get(first, 0) + 1
     forward, backward = PassCount(), PassCount()
     for index, count in repeated.items():
-        # The difference between a trunk that ends with this layer and one that ends before it is the layer's own.
+        # The difference between a trunk that ends with this layer and one that ends before it is
+        # the layer's own.
         with_layer = _trunk_counts(model, layers[: index + 1], rows, length)
         without = _trunk_counts(model, layers[:index], rows, length)
         forward += (with_layer.forward + without.forward.times(-1)).times(count)
@@ -121,7 +133,9 @@ def _trunk_counts(model: PreTrainedModel, layers: nn.ModuleList, rows: int, leng
     trunk.layers = layers
     try:
         with _Counter() as forward:
-            result = trunk(inputs_embeds=hidden, position_ids=positions, use_cache=False).last_hidden_state
+            result = trunk(
+                inputs_embeds=hidden, position_ids=positions, use_cache=False
+            ).last_hidden_state
         with _Counter() as backward:
             torch.autograd.backward([result], [torch.empty_like(result)])
     except Exception as error:  # the model's own code may raise anything
@@ -132,7 +146,8 @@ def _trunk_counts(model: PreTrainedModel, layers: nn.ModuleList, rows: int, leng
         model.zero_grad()
     tokens = rows * length
     return KernelCounts(
-        PassCount(forward.kernels, forward.bytes / tokens), PassCount(backward.kernels, backward.bytes / tokens)
+        PassCount(forward.kernels, forward.bytes / tokens),
+        PassCount(backward.kernels, backward.bytes / tokens),
     )
 
 
@@ -144,7 +159,9 @@ class _Counter(TorchDispatchMode):
         self.kernels = 0
         self.bytes = 0
 
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
         if func.is_view or name in _NOT_KERNELS:
@@ -194,7 +211,9 @@ def _attention_backward_kernel(
 
 
 @_attention_backward_kernel.register_fake
-def _(grad: Tensor, result: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    grad: Tensor, result: Tensor, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
@@ -209,7 +228,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 _attention_kernel.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+) -> Any:
     """Attention under Transformers' interface."""
     return _attention_kernel(query, key, value), None
 

@@ -1,4 +1,6 @@
-"""Comparison, by the cost model, of steps with engines on the training ranks and with engines on ranks of their own."""
+"""Comparison, by the cost model, of steps with engines on the training ranks and with engines on
+ranks of their own.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,27 +24,36 @@ class RankSplit:
 
 
 def with_engines(config: TrainConfig, apart: int, lag: int) -> TrainConfig:
-    """The recipe with `apart` ranks that only generate (0: none), and with the other keys that this requires."""
+    """Return the recipe with `apart` ranks that only generate (0: none), and with the other keys
+    that this requires.
+    """
     changed: dict[str, dict[str, Any]] = {
         "engine": {"placement": "ranks" if apart else "shared", "ranks": apart or 1, "replicas": 1},
         "rollout": {"lag": lag},
         "sync": {"way": "auto" if apart else "staged" if placement(config).remote else config.sync.way},
         "policy": {"offload": "none"} if apart else {},
     }
-    return config.model_copy(update={k: getattr(config, k).model_copy(update=new) for k, new in changed.items()})
+    return config.model_copy(
+        update={k: getattr(config, k).model_copy(update=new) for k, new in changed.items()}
+    )
 
 
-def compared(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> Iterator[RankSplit]:
-    """Yields the split with shared devices, and for either lag the fastest with engines on ranks of their own.
+def compared(
+    config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths
+) -> Iterator[RankSplit]:
+    """Yield the split with shared devices, and for either lag the fastest with engines on ranks of
+    their own.
 
-    Splits that the checks refuse, or that do not fit on `gpu`, are left out. With more ranks than a node has, whole
-    nodes generate.
+    Splits that the checks refuse, or that do not fit on `gpu`, are left out. With more ranks than a
+    node has, whole nodes generate.
     """
     size = config.engine.tensor_parallel_size
     step = size if ranks <= NODE else max(size, NODE)
     for lag, counts in ((0, [0]), (0, range(step, ranks, step)), (1, range(step, ranks, step))):
         splits = [
-            RankSplit(apart, lag, sum(cost.seconds for cost in step_costs(recipe, model, ranks, gpu, lengths)))
+            RankSplit(
+                apart, lag, sum(cost.seconds for cost in step_costs(recipe, model, ranks, gpu, lengths))
+            )
             for apart in counts
             for recipe in [with_engines(config, apart, lag)]
             if not any(check_placement(recipe, ranks, min(ranks, NODE)))
@@ -51,8 +62,12 @@ def compared(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengt
         yield from sorted(splits, key=lambda split: split.seconds)[:1]
 
 
-def comparison(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> Iterator[str]:
-    """Yields sentences with the seconds of a step in each split, and its speed relative to shared devices."""
+def comparison(
+    config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths
+) -> Iterator[str]:
+    """Yield sentences with the seconds of a step in each split, and its speed relative to shared
+    devices.
+    """
     splits = list(compared(config, model, ranks, gpu, lengths))
     base = next((split.seconds for split in splits if not split.apart), None)
     for split in splits:
@@ -64,5 +79,8 @@ def comparison(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, len
             against = f", {abs(change):.0%} {'faster' if change >= 0 else 'slower'}"
         yield f"{how}: {split.seconds:.2f} s a step{against}"
     if not any(split.apart for split in splits):
-        refused = next(check_placement(with_engines(config, config.engine.tensor_parallel_size, 0), ranks, ranks), "")
+        refused = next(
+            check_placement(with_engines(config, config.engine.tensor_parallel_size, 0), ranks, ranks),
+            "",
+        )
         yield f"remote engines: {refused or 'they do not fit on these ranks'}"

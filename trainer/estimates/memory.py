@@ -1,9 +1,11 @@
 """The memory that a rank's device needs, calculated from a recipe and the model's config.json.
 
-Weights, optimizer state, staging and KV cache are exact under FSDP2, for the rank that has the most, and nearly exact
-under ZeRO. The memory of forward and backward is the maximum over a few moments of an update. It is right to a few per
-cent, compared with `torch.distributed._tools.FSDPMemTracker`, which follows the same update on tensors without data.
-The memory that CUDA, NCCL and a sleeping engine keep is an estimate; the allocator's fragments are not counted.
+Weights, optimizer state, staging and KV cache are exact under FSDP2, for the rank that has the
+most, and nearly exact under ZeRO. The memory of forward and backward is the maximum over a few
+moments of an update. It is right to a few per cent, compared with
+`torch.distributed._tools.FSDPMemTracker`, which follows the same update on tensors without data.
+The memory that CUDA, NCCL and a sleeping engine keep is an estimate; the allocator's fragments are
+not counted.
 
 Legend: w is the number of bytes of an element in the compute dtype.
 """
@@ -42,15 +44,19 @@ GIB = 2**30
 _FLOAT32 = 4  # bytes of an element of float32 weights, and of gradient sums
 
 ZERO_LIVE, ZERO_BUCKET = 10**9, 5 * 10**8
-"""DeepSpeed's defaults, in elements (deepspeed/runtime/zero/config.py): weights that ZeRO-3 gathers ahead or keeps, and
-the size of each buffer in which gradients are collected."""
+"""DeepSpeed's defaults, in elements (deepspeed/runtime/zero/config.py): weights that ZeRO-3 gathers
+ahead or keeps, and the size of each buffer in which gradients are collected.
+"""
 
 _CONTEXT, _COMMUNICATOR, _GRAPHS = 0.5 * GIB, 0.5 * GIB, 2.5 * GIB
-"""Usual sizes, not measured here, of a process on a CUDA device, of a group of ranks in NCCL, and of an engine's CUDA
-graphs with their workspaces."""
+"""Usual sizes, not measured here, of a process on a CUDA device, of a group of ranks in NCCL, and
+of an engine's CUDA graphs with their workspaces.
+"""
 
 MARGIN = 1.05
-"""The factor by which the sum may exceed the device's memory, since the sum is right to a few per cent."""
+"""The factor by which the sum may exceed the device's memory, since the sum is right to a few per
+cent.
+"""
 
 COLUMNS = {
     "starting": "while the run starts",
@@ -69,11 +75,12 @@ _NAMED = 4  # number of largest parts that a sentence names
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """A part of one rank's device memory, in bytes: while answers are generated, and while the policy is updated.
+    """A part of one rank's device memory, in bytes: while answers are generated, and while the
+    policy is updated.
 
-    `starting` is the part's size while the run starts: from when models are built, while the engine sleeps, to the
-    end of the first sync, which fills the engine's weights and precedes the KV cache. Before that the engine starts
-    alone, which takes less than generating.
+    `starting` is the part's size while the run starts: from when models are built, while the engine
+    sleeps, to the end of the first sync, which fills the engine's weights and precedes the KV
+    cache. Before that the engine starts alone, which takes less than generating.
     """
 
     name: str
@@ -109,8 +116,12 @@ class _Moment:
         return self.weights + self.gradients + self.activations + self.logits
 
 
-def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> list[MemoryPart]:
-    """The memory of the policy and the models beside it, on a rank whose device has `device_gib`."""
+def trainer_parts(
+    config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float
+) -> list[MemoryPart]:
+    """Return the memory of the policy and the models beside it, on a rank whose device has
+    `device_gib`.
+    """
     policy, algorithm = config.policy, config.algorithm
     unsharded = way(config).shares_memory or (policy.backend == "deepspeed" and policy.zero_stage < 3)
     learners = [_Learner("policy", policy, model, unsharded)]
@@ -122,7 +133,9 @@ def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib
     if algorithm.advantage_record.takes("values") and not config.critic.shared:
         path = config.critic.path or config.model.path
         critic = model_sizes(config, path, kind=AutoValueModel, num_labels=1)
-        learners.append(_Learner("critic", policy.model_copy(update={"backend": "fsdp"}), critic, unsharded=False))
+        learners.append(
+            _Learner("critic", policy.model_copy(update={"backend": "fsdp"}), critic, unsharded=False)
+        )
         parts += _kept_parts(config, learners[1], ranks)
     if resolve_device(config) == "cuda":
         hybrid = policy.shard_size not in (None, ranks)
@@ -137,13 +150,19 @@ def trainer_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib
         MemoryPart("gathered weights", 0, most.weights, remark),
         MemoryPart("gradients on their way", 0, most.gradients, remark),
         MemoryPart("activations", 0, most.activations, remark),
-        MemoryPart("logits", 0, most.logits, "a block of them, and the gradients of the head and of its input"),
+        MemoryPart(
+            "logits", 0, most.logits, "a block of them, and the gradients of the head and of its input"
+        ),
     ]
     return [*parts, *(part for part in passing if part.training)]
 
 
-def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float) -> list[MemoryPart]:
-    """The memory of the engine on each of its ranks, and of the staging buffers for its weights."""
+def engine_parts(
+    config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float
+) -> list[MemoryPart]:
+    """Return the memory of the engine on each of its ranks, and of the staging buffers for its
+    weights.
+    """
     engine = config.engine
     weights = engine_dtype(config).itemsize * model.total / engine.tensor_parallel_size
     kv_cache = max(0.0, engine.gpu_memory_utilization * device_gib * GIB - weights)
@@ -151,7 +170,8 @@ def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
         kv_cache = engine.kv_cache_gib * GIB
     tokens = int(kv_cache * engine.max_model_len // kv_answer_bytes(config, model, engine.max_model_len))
     fitting = f"{tokens:,} tokens: {tokens // engine.max_model_len} answers of {engine.max_model_len}"
-    if config.rollout.slice_tokens is not None:  # answers beyond those that fit are preempted and computed again
+    if config.rollout.slice_tokens is not None:
+        # answers beyond those that fit are preempted and computed again
         answers = (config.batch.prompts_per_step + prompts_ahead(config)) * config.algorithm.group_size
         share = math.ceil(answers * engine.tensor_parallel_size / engine_workers(config, ranks))
         fitting += f"; at most {min(share, engine.max_num_seqs)} run at a time"
@@ -173,7 +193,9 @@ def engine_parts(config: TrainConfig, model: ModelSizes, ranks: int, device_gib:
 
 
 def _engine_process_bytes(config: TrainConfig) -> tuple[float, float]:
-    """Bytes that an engine's process has on its device besides weights and KV cache: awake, and while it sleeps."""
+    """Return bytes that an engine's process has on its device besides weights and KV cache: awake,
+    and while it sleeps.
+    """
     engine = config.engine
     if resolve_device(config) == "cpu":
         return 0, 0
@@ -185,7 +207,7 @@ def _engine_process_bytes(config: TrainConfig) -> tuple[float, float]:
 
 
 def graph_bytes(config: TrainConfig) -> float:
-    """Bytes of an engine's CUDA graphs on each of its ranks, by estimate."""
+    """Return bytes of an engine's CUDA graphs on each of its ranks, by estimate."""
     eager = config.engine.enforce_eager or resolve_device(config) == "cpu"
     return 0 if eager else _GRAPHS
 
@@ -193,11 +215,16 @@ def graph_bytes(config: TrainConfig) -> float:
 def over_budget(
     config: TrainConfig, model: ModelSizes, ranks: int, device_gib: float, share: float = MARGIN
 ) -> Iterator[str]:
-    """Yield a sentence, with the largest parts and what makes them smaller, for each column that does not fit.
+    """Yield a sentence, with the largest parts and what makes them smaller, for each column that
+    does not fit.
 
-    A column fits if its sum is at most `share` of the device's memory. `ranks` is the number of ranks that train.
+    A column fits if its sum is at most `share` of the device's memory. `ranks` is the number of
+    ranks that train.
     """
-    trainer, engine = trainer_parts(config, model, ranks, device_gib), engine_parts(config, model, ranks, device_gib)
+    trainer, engine = (
+        trainer_parts(config, model, ranks, device_gib),
+        engine_parts(config, model, ranks, device_gib),
+    )
     crews = [trainer, engine] if placement(config).remote else [[*trainer, *engine]]
     for parts in crews:
         for column, when in COLUMNS.items():
@@ -210,13 +237,15 @@ def over_budget(
             named = ", ".join(f"{name} {sizes[name]:.1f}" for name in largest)
             remedies = ", ".join(dict.fromkeys(_remedies(config, column, largest)))
             yield (
-                f"{when} a rank needs {total:.1f} GiB, and its device has {device_gib:.1f} ({named}): {remedies}, "
-                "or use more ranks; hotbunk plan shows all parts"
+                f"{when} a rank needs {total:.1f} GiB, and its device has {device_gib:.1f} ({named}): "
+                f"{remedies}, or use more ranks; hotbunk plan shows all parts"
             )
 
 
 def _remedies(config: TrainConfig, column: str, largest: Sequence[str]) -> Iterator[str]:
-    """Yield what makes the largest parts of a column smaller and is not set yet, for the largest part first."""
+    """Yield what makes the largest parts of a column smaller and is not set yet, for the largest
+    part first.
+    """
     policy, engine = config.policy, config.engine
     state = []
     if policy.offload == "none" and policy.update_on == "device" and column != "training":
@@ -228,7 +257,11 @@ def _remedies(config: TrainConfig, column: str, largest: Sequence[str]) -> Itera
     activations = ["lower batch.tokens_per_micro_batch"]
     if policy.activation_checkpointing != "full":
         activations.insert(0, "set policy.activation_checkpointing: full")
-    cache = "lower engine.gpu_memory_utilization" if engine.kv_cache_gib is None else "lower engine.kv_cache_gib"
+    cache = (
+        "lower engine.gpu_memory_utilization"
+        if engine.kv_cache_gib is None
+        else "lower engine.kv_cache_gib"
+    )
     if column != "generating":
         cache = "set engine.sleep: true"
     remedies = {
@@ -247,47 +280,60 @@ def _remedies(config: TrainConfig, column: str, largest: Sequence[str]) -> Itera
 
 
 def kv_answer_bytes(config: TrainConfig, model: ModelSizes, tokens: float) -> float:
-    """Bytes of an answer, with its prompt `tokens` long, in the KV cache of each rank of an engine.
+    """Return bytes of an answer, with its prompt `tokens` long, in the KV cache of each rank of an
+    engine.
 
-    A layer with a sliding window keeps as many tokens, a recurrent one a state. That is counted for gated delta rules
-    (`gated_delta_net_state_shape` in vllm/model_executor/layers/mamba/mamba_utils.py); other states are small.
+    A layer with a sliding window keeps as many tokens, a recurrent one a state. That is counted for
+    gated delta rules (`gated_delta_net_state_shape` in
+    vllm/model_executor/layers/mamba/mamba_utils.py); other states are small.
     """
     sizes = model.config
     kinds = sizes.get("layer_types") or ["full_attention"] * model.layers
-    held = {"sliding_attention": min(tokens, sizes.get("sliding_window") or tokens), **dict.fromkeys(_RECURRENT, 0)}
+    held = {
+        "sliding_attention": min(tokens, sizes.get("sliding_window") or tokens),
+        **dict.fromkeys(_RECURRENT, 0),
+    }
     size = kv_token_bytes(config, model) / model.layers * sum(held.get(kind, tokens) for kind in kinds)
     if states := kinds.count("linear_attention") * bool(sizes.get("linear_key_head_dim")):
         keys = sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"]
         values = sizes["linear_num_value_heads"] * sizes["linear_value_head_dim"]
         width, dtype = engine_dtype(config).itemsize, sizes.get("mamba_ssm_dtype")
-        state = (getattr(torch, dtype).itemsize if dtype else width) * values * sizes["linear_key_head_dim"]
+        state = (
+            (getattr(torch, dtype).itemsize if dtype else width) * values * sizes["linear_key_head_dim"]
+        )
         state += width * (sizes["linear_conv_kernel_dim"] - 1) * (2 * keys + values)
         size += states * state / config.engine.tensor_parallel_size
     return size
 
 
 def kv_token_bytes(config: TrainConfig, model: ModelSizes) -> int:
-    """Bytes of a token in the KV cache of each rank of an engine, if all layers attend to all tokens.
+    """Return bytes of a token in the KV cache of each rank of an engine, if all layers attend to
+    all tokens.
 
     With more ranks than heads, ranks hold copies.
     """
     latent = model.config.get("kv_lora_rank")
-    heads = 1 if latent else model.config.get("num_key_value_heads") or model.config["num_attention_heads"]
+    heads = (
+        1 if latent else model.config.get("num_key_value_heads") or model.config["num_attention_heads"]
+    )
     held = math.ceil(heads / config.engine.tensor_parallel_size)
     return kv_elements(model.config) // heads * held * engine_dtype(config).itemsize
 
 
 def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool) -> int:
-    """Bytes of the two staging buffers, counted twice if trainer and engine cannot share them.
+    """Return bytes of the two staging buffers, counted twice if trainer and engine cannot share
+    them.
 
-    A buffer is as large as the largest bucket of weights that are sent. With `cut`, weights larger than a bucket are
-    sent in parts if possible, as in all syncs except the first, and `sync.delta` takes one more buffer on either side,
-    for what a bucket was before.
+    A buffer is as large as the largest bucket of weights that are sent. With `cut`, weights larger
+    than a bucket are sent in parts if possible, as in all syncs except the first, and `sync.delta`
+    takes one more buffer on either side, for what a bucket was before.
     """
     width, shards = engine_dtype(config).itemsize, shards_of(config.policy, ranks)
     sent = model.adapters if config.lora.engines_apply else model.shapes
     parameters = [
-        SourceParameter(name, shards * shard({name: shape}, shards) * width, (Piece(name, "uint8", (), 0),), shards)
+        SourceParameter(
+            name, shards * shard({name: shape}, shards) * width, (Piece(name, "uint8", (), 0),), shards
+        )
         for name, shape in sent.items()
     ]
     device = resolve_device(config)
@@ -303,12 +349,14 @@ def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool)
 
 
 def layer_bytes(policy: PolicyConfig, model: ModelSizes) -> float:
-    """Bytes that a layer with a gated MLP keeps for backward per token, uncompiled, with w bytes per element.
+    """Return bytes that a layer with a gated MLP keeps for backward per token, uncompiled, with w
+    bytes per element.
 
-    A norm keeps its input in float32, the normalised input, and its result; attention keeps queries, keys, values, the
-    result and a float32 logarithm for each head; the MLP keeps four tensors of its width, and a mixture also the inputs
-    and the results of a token's experts. Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, count another kind of
-    layer in this way.
+    A norm keeps its input in float32, the normalised input, and its result; attention keeps
+    queries, keys, values, the result and a float32 logarithm for each head; the MLP keeps four
+    tensors of its width, and a mixture also the inputs and the results of a token's experts.
+    Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, count another kind of layer in this
+    way.
     """
     w, (queries, keys_values) = compute_width(policy), attention_elements(policy, model)
     attention = w * (2 * queries + keys_values) + _FLOAT32 * model.config["num_attention_heads"]
@@ -316,7 +364,7 @@ def layer_bytes(policy: PolicyConfig, model: ModelSizes) -> float:
 
 
 def attention_elements(policy: PolicyConfig, model: ModelSizes) -> tuple[int, int]:
-    """Elements of a token's queries, and of its keys and values, in a layer.
+    """Return elements of a token's queries, and of its keys and values, in a layer.
 
     Heads of keys and values are repeated until the ranks that share a sequence divide their number.
     """
@@ -326,12 +374,14 @@ def attention_elements(policy: PolicyConfig, model: ModelSizes) -> tuple[int, in
 
 
 def recomputed_layers(policy: PolicyConfig, model: ModelSizes) -> int:
-    """The number of layers that keep only their input, and recompute their activations."""
-    return {"none": 0, "every_second": (model.layers + 1) // 2, "full": model.layers}[policy.activation_checkpointing]
+    """Return the number of layers that keep only their input, and recompute their activations."""
+    return {"none": 0, "every_second": (model.layers + 1) // 2, "full": model.layers}[
+        policy.activation_checkpointing
+    ]
 
 
 def engine_dtype(config: TrainConfig) -> torch.dtype:
-    """The dtype of an engine's weights and of its KV cache."""
+    """Return the dtype of an engine's weights and of its KV cache."""
     return getattr(torch, config.engine.dtype or config.policy.dtype)
 
 
@@ -341,11 +391,15 @@ def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[Memo
     trained = shard(model.trained, shards)
     deepspeed, stage = policy.backend == "deepspeed", policy.zero_stage
     # On a CPU, the host's memory is the device's.
-    put_away = ("none", "optimizer", "all").index(policy.offload) if resolve_device(config) == "cuda" else 0
+    put_away = (
+        ("none", "optimizer", "all").index(policy.offload) if resolve_device(config) == "cuda" else 0
+    )
     on_host = updates_on_host(config)
     on_device = 0 if on_host else trained
-    in_place = way(config).shares_memory and name == "policy"  # the policy computes with the engine's weights
-    # Models under FSDP2 are built where they are while engines are awake; the first sync needs the policy's weights.
+    # The policy computes with the engine's weights
+    in_place = way(config).shares_memory and name == "policy"
+    # Models under FSDP2 are built where they are while engines are awake; the first sync needs the
+    # policy's weights.
     built_away = put_away and not deepspeed and not in_place
     built_weights = 0 if built_away and name != "policy" else 1
     parts = []
@@ -356,31 +410,40 @@ def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[Memo
         parts.append(MemoryPart(compute, generating, kept, starting=built_weights * kept))
     elif in_place:
         remark = "the policy's own, until the first sync ends"
-        parts.append(MemoryPart(f"{name}: weights to compute with", 0, 0, remark, starting=width * model.total))
+        parts.append(
+            MemoryPart(f"{name}: weights to compute with", 0, 0, remark, starting=width * model.total)
+        )
     stays = 0 if put_away == 2 or (deepspeed and put_away) else 1
     masters = 0 if in_place and width == _FLOAT32 else _FLOAT32 * on_device
     moments = 0 if on_host else optimizer_bytes(policy, model, shards)
     gradients = trained if deepspeed else on_device
     if deepspeed and stage == 1:
         gradients = sum(shape.numel() for shape in model.trained.values())
-    # ZeRO-3 allocates both of its gradient buffers once (`IPGBucketZ3` and `grad_partitions_flat_buffer` in
-    # deepspeed/runtime/zero/stage3.py).
+    # ZeRO-3 allocates both of its gradient buffers once (`IPGBucketZ3` and
+    # `grad_partitions_flat_buffer` in deepspeed/runtime/zero/stage3.py).
     if deepspeed and stage == 3:
         bucket = _FLOAT32 * ZERO_BUCKET
         parts.append(MemoryPart(f"{name}: bucket of gradients", bucket, bucket, starting=bucket))
     lasting = _FLOAT32 * trained if deepspeed and stage == 3 else 0
     return [
         *parts,
-        MemoryPart(f"{name}: float32 weights", stays * masters, masters, starting=built_weights * masters),
         MemoryPart(
-            f"{name}: optimizer state", 0 if put_away else moments, moments, starting=0 if built_away else moments
+            f"{name}: float32 weights", stays * masters, masters, starting=built_weights * masters
         ),
-        MemoryPart(f"{name}: gradients", 0 if put_away else lasting, _FLOAT32 * gradients, starting=lasting),
+        MemoryPart(
+            f"{name}: optimizer state",
+            0 if put_away else moments,
+            moments,
+            starting=0 if built_away else moments,
+        ),
+        MemoryPart(
+            f"{name}: gradients", 0 if put_away else lasting, _FLOAT32 * gradients, starting=lasting
+        ),
     ]
 
 
 def updates_on_host(config: TrainConfig) -> bool:
-    """Returns whether the optimizer's state is in memory apart from the device's."""
+    """Return whether the optimizer's state is in memory apart from the device's."""
     return config.policy.update_on == "host" and resolve_device(config) == "cuda"
 
 
@@ -392,13 +455,13 @@ def _frozen_part(name: str, config: TrainConfig, model: ModelSizes, ranks: int) 
 
 
 def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_gib: float) -> _Moment:
-    """The moment of an update's backward that needs the most memory, out of three:
+    """Return the moment of an update's backward that needs the most memory, out of three:
 
-    - output head: its gradient and that of its input, summed in float32 for a block of columns and for all targets,
-      and three tables of a block's logits, two of float32 and one of w bytes (`trainer.policy.logprobs`), while the
-      last layer is gathered;
-    - last layer: its results exist again, with gradients of its MLP, while reductions hold the head's or a layer's
-      gradients in float32, and the next layer is gathered;
+    - output head: its gradient and that of its input, summed in float32 for a block of columns and
+      for all targets, and three tables of a block's logits, two of float32 and one of w bytes
+      (`trainer.policy.logprobs`), while the last layer is gathered;
+    - last layer: its results exist again, with gradients of its MLP, while reductions hold the
+      head's or a layer's gradients in float32, and the next layer is gathered;
     - embeddings, at the end: their gradient, and its float32 copy for the reduction.
 
     A single rank gathers nothing ahead, but casts and copies like several
@@ -407,11 +470,14 @@ def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_g
     policy, model = learner.policy, learner.model
     w, trains, deepspeed = compute_width(policy), not model.adapters, policy.backend == "deepspeed"
     targets, kept, last_norm, working = activation_bytes(config, policy, model, ranks)
-    embedding = model.rest if model.tied else model.rest - model.head  # this unit stays gathered until the end
-    split = model.split if policy.expert_parallel > 1 else 0  # a unit of their own, of which a rank has a part
+    # This unit stays gathered until the end
+    embedding = model.rest if model.tied else model.rest - model.head
+    # A unit of their own, of which a rank has a part
+    split = model.split if policy.expert_parallel > 1 else 0
     dense, experts = model.layer - split, split // policy.expert_parallel
     ahead: float = w * dense if shards_of(policy, ranks) > 1 else 0
-    if updates_on_host(config) and not deepspeed:  # float32 shards are copied to the device before they are cast
+    if updates_on_host(config) and not deepspeed:
+        # float32 shards are copied to the device before they are cast
         ahead += _FLOAT32 * model.layer / shards_of(policy, ranks)
     before, within = w * model.rest + ahead, w * (embedding + dense + experts) + ahead
     if learner.unsharded or not policy.reshard_after_forward:
@@ -419,9 +485,13 @@ def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_g
         before = within = 0 if learner.unsharded else w * gathered
     elif deepspeed:
         before = within = w * min(model.total, max(ZERO_LIVE, model.rest + model.layer))
-    logits = cuda_block_elements(int(device_gib * GIB)) if resolve_device(config) == "cuda" else CPU_ELEMENTS
+    logits = (
+        cuda_block_elements(int(device_gib * GIB)) if resolve_device(config) == "cuda" else CPU_ELEMENTS
+    )
     rows, columns = block_shape(logits, model.config["vocab_size"])
-    head = (2 * _FLOAT32 + w) * min(rows, targets) * columns + (_FLOAT32 + w) * targets * model.config["hidden_size"]
+    head = (2 * _FLOAT32 + w) * min(rows, targets) * columns + (_FLOAT32 + w) * targets * model.config[
+        "hidden_size"
+    ]
     head += w * model.head + _FLOAT32 * columns * model.config["hidden_size"] if trains else 0
     # ZeRO-1 and 2 collect gradients in two alternating buffers (`setup_buckets` in
     # deepspeed/runtime/zero/stage_1_and_2.py), which also hold the float32 copies.
@@ -445,13 +515,15 @@ def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_g
 def activation_bytes(
     config: TrainConfig, policy: PolicyConfig, model: ModelSizes, ranks: int
 ) -> tuple[float, float, float, float]:
-    """The largest micro-batch's targets, and the bytes that its layers, its head, and one layer's backward need.
+    """Return the largest micro-batch's targets, and the bytes that its layers, its head, and one
+    layer's backward need.
 
-    A layer's backward needs `layer_bytes` once more if the layer is recomputed, and gradients of its MLP: two of the
-    MLP's width, two of the hidden size, and in a mixture two of what its experts get. The head keeps the last norm and
-    the hidden states of targets, at most as many as sampled tokens. Each of the ranks that share a micro-batch has a
-    part of its tokens, and in attention's backward holds queries, keys and values twice: as they are sent, and as they
-    are received.
+    A layer's backward needs `layer_bytes` once more if the layer is recomputed, and gradients of
+    its MLP: two of the MLP's width, two of the hidden size, and in a mixture two of what its
+    experts get. The head keeps the last norm and the hidden states of targets, at most as many as
+    sampled tokens. Each of the ranks that share a micro-batch has a part of its tokens, and in
+    attention's backward holds queries, keys and values twice: as they are sent, and as they are
+    received.
     """
     share = answers_per_update(config, ranks)
     # A prompt may consist of images, whose tokens count for more.

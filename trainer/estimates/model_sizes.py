@@ -11,7 +11,14 @@ from transformers import PreTrainedModel
 
 from trainer.config.schema import LoraConfig, PolicyConfig, TrainConfig
 from trainer.estimates.kernels import KernelCounts
-from trainer.model_structure import ModelFlops, decoder, encoder_layers, hidden_matrices, image_token, model_flops
+from trainer.model_structure import (
+    ModelFlops,
+    decoder,
+    encoder_layers,
+    hidden_matrices,
+    image_token,
+    model_flops,
+)
 from trainer.policy.experts import dispatched_experts
 from trainer.policy.hf_format import build_meta_model, make_vision, parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors
@@ -28,9 +35,11 @@ class ModelSizes:
     shapes: Shapes  # the shape of each parameter, tied ones once
     layer: int  # elements of the largest decoder layer
     rest: int  # elements of all parameters outside of layers
-    # the shapes of each unit that FSDP2 gathers: layers, embeddings and head if they are separate, the rest
+    # the shapes of each unit that FSDP2 gathers: layers, embeddings and head if they are separate,
+    # the rest
     units: Mapping[str, list[torch.Size]] = field(default_factory=dict)
-    # the shapes of those of a layer's parameters that `policy.expert_parallel` splits, by the layer's unit
+    # the shapes of those of a layer's parameters that `policy.expert_parallel` splits, by the
+    # layer's unit
     experts: Mapping[str, list[torch.Size]] = field(default_factory=dict)
     head: int = 0  # elements of the output head, which is in `rest`; 0 if there is none
     tied: bool = False  # True if head and embeddings are one parameter
@@ -39,8 +48,10 @@ class ModelSizes:
     flops: ModelFlops = ModelFlops(0, 0, 0, 0, 0)  # noqa: RUF009 - it is immutable
     # shapes of the adapters' factors; without adapters the weights themselves are trained
     adapters: Shapes = field(default_factory=dict)
-    matrices: frozenset[str] = frozenset()  # names of the trained parameters that are matrices of hidden layers
-    # kernels of the decoder layers, counted (`trainer.estimates.kernels`) where seconds are estimated
+    # Names of the trained parameters that are matrices of hidden layers
+    matrices: frozenset[str] = frozenset()
+    # kernels of the decoder layers, counted (`trainer.estimates.kernels`) where seconds are
+    # estimated
     kernels: KernelCounts = KernelCounts()  # noqa: RUF009 - it is immutable
 
     @property
@@ -61,11 +72,15 @@ class ModelSizes:
     @property
     def split(self) -> int:
         """Elements of the experts that can be split in the layer that has the most."""
-        return max((sum(shape.numel() for shape in shapes) for shapes in self.experts.values()), default=0)
+        return max(
+            (sum(shape.numel() for shape in shapes) for shapes in self.experts.values()), default=0
+        )
 
     @property
     def width(self) -> int:
-        """The width of the MLP that a token passes; in a mixture, the sum over the token's experts."""
+        """The width of the MLP that a token passes; in a mixture, the sum over the token's
+        experts.
+        """
         chosen = self.config.get("num_experts_per_tok")
         dense: int = self.config.get("intermediate_size") or 0
         return int(chosen * (self.config.get("moe_intermediate_size") or dense)) if chosen else dense
@@ -79,8 +94,12 @@ class ModelSizes:
 def model_sizes(
     config: TrainConfig, path: str, lora: LoraConfig = NO_ADAPTERS, kind: Any = None, **settings: int
 ) -> ModelSizes:
-    """The sizes of the model whose config.json is at `path`, built without data; arguments as in `build_meta_model`."""
-    model = build_meta_model(Path(path), config.model, torch.float32, torch.device("cpu"), kind, **settings)
+    """Return the sizes of the model whose config.json is at `path`, built without data; arguments
+    as in `build_meta_model`.
+    """
+    model = build_meta_model(
+        Path(path), config.model, torch.float32, torch.device("cpu"), kind, **settings
+    )
     shapes = {name: parameter.shape for name, parameter in parameter_names(model).items()}
     layers, encoder = (
         [sum(p.numel() for p in layer.parameters()) for layer in part]
@@ -100,14 +119,18 @@ def model_sizes(
         head=0 if head is None else head.weight.numel(),
         tied=head is not None and head.weight is embedding.weight,
         normed=normed,
-        flops=replace(model_flops(model), image_token=_image_token(model, path) if config.data.max_images else 0.0),
+        flops=replace(
+            model_flops(model), image_token=_image_token(model, path) if config.data.max_images else 0.0
+        ),
         adapters={name: factor.shape for name, factor in factors(model).items()},
         matrices=frozenset(hidden_matrices(model)),
     )
 
 
 def _image_token(model: PreTrainedModel, path: str) -> float:
-    """`ModelFlops.image_token`, by config.json if it says how many patches become a token, else by the processor."""
+    """Return `ModelFlops.image_token`, by config.json if it says how many patches become a token,
+    else by the processor.
+    """
     vision = getattr(model.config, "vision_config", None)
     if merged := getattr(vision, "spatial_merge_size", None):
         return image_token(model, merged**2)
@@ -116,10 +139,16 @@ def _image_token(model: PreTrainedModel, path: str) -> float:
 
 
 def _units(model: PreTrainedModel) -> dict[str, list[torch.Size]]:
-    """The shapes of FSDP2's units by name, as `trainer.policy.fsdp` makes them; names of layers have a dot."""
+    """Return the shapes of FSDP2's units by name, as `trainer.policy.fsdp` makes them; names of
+    layers have a dot.
+    """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    unit_of = {p: f"layers.{i}" for i, layer in enumerate(decoder(model).layers) for p in layer.parameters()}
-    unit_of |= {p: f"encoder.{i}" for i, layer in enumerate(encoder_layers(model)) for p in layer.parameters()}
+    unit_of = {
+        p: f"layers.{i}" for i, layer in enumerate(decoder(model).layers) for p in layer.parameters()
+    }
+    unit_of |= {
+        p: f"encoder.{i}" for i, layer in enumerate(encoder_layers(model)) for p in layer.parameters()
+    }
     if head is None or head.weight is not embedding.weight:
         unit_of[embedding.weight] = "embeddings"
         unit_of |= {} if head is None else {head.weight: "head"}
@@ -130,14 +159,21 @@ def _units(model: PreTrainedModel) -> dict[str, list[torch.Size]]:
 
 
 def _experts(model: PreTrainedModel) -> dict[str, list[torch.Size]]:
-    """The shapes of the experts that can be split, by the unit of their layer."""
+    """Return the shapes of the experts that can be split, by the unit of their layer."""
     shapes = {module: [p.shape for p in module.parameters()] for module in dispatched_experts(model)}
     layers = enumerate(decoder(model).layers)
-    return {f"layers.{i}": some for i, layer in layers for module, some in shapes.items() if module in layer.modules()}
+    return {
+        f"layers.{i}": some
+        for i, layer in layers
+        for module, some in shapes.items()
+        if module in layer.modules()
+    }
 
 
 def _normed(model: PreTrainedModel) -> int:
-    """Elements per token that the norms of the first layer compute; norms of queries and keys count for every head."""
+    """Return elements per token that the norms of the first layer compute; norms of queries and
+    keys count for every head.
+    """
     config = model.config.get_text_config()
     queries = config.num_attention_heads
     heads = {"q_norm": queries, "k_norm": getattr(config, "num_key_value_heads", None) or queries}
@@ -145,25 +181,31 @@ def _normed(model: PreTrainedModel) -> int:
     for name, parameter in decoder(model).layers[0].named_parameters():
         if "norm" in name and parameter.dim() == 1:
             of_heads = parameter.numel() < config.hidden_size
-            count += parameter.numel() * (next((heads[key] for key in heads if key in name), 1) if of_heads else 1)
+            count += parameter.numel() * (
+                next((heads[key] for key in heads if key in name), 1) if of_heads else 1
+            )
     return count
 
 
 def shard(shapes: Shapes, ranks: int) -> int:
-    """Elements of the first rank's shards: rows are cut into equal chunks, and only the last chunks can be smaller."""
+    """Return elements of the first rank's shards: rows are cut into equal chunks, and only the last
+    chunks can be smaller.
+    """
     return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes.values())
 
 
 def optimizer_bytes(policy: PolicyConfig, model: ModelSizes, shards: int) -> int:
-    """Bytes of the optimizer's state on the rank that has the most."""
+    """Return bytes of the optimizer's state on the rank that has the most."""
     widths = state_widths(policy, model.trained, model.matrices)
     return sum(widths[name] * shard({name: shape}, shards) for name, shape in model.trained.items())
 
 
 def units_of(policy: PolicyConfig, model: ModelSizes, ranks: int) -> dict[str, tuple[int, int]]:
-    """The units that FSDP2 gathers, by name: elements of the first rank's shard, and the number of ranks with shards.
+    """Return the units that FSDP2 gathers, by name: elements of the first rank's shard, and the
+    number of ranks with shards.
 
-    With `policy.expert_parallel` the experts of a layer are a unit of their own, which fewer ranks share.
+    With `policy.expert_parallel` the experts of a layer are a unit of their own, which fewer ranks
+    share.
     """
     shards, size, units = shards_of(policy, ranks), policy.expert_parallel, {}
     for name, shapes in model.units.items():
@@ -172,32 +214,41 @@ def units_of(policy: PolicyConfig, model: ModelSizes, ranks: int) -> dict[str, t
             rest.remove(shape)
         units[name] = shard({str(i): shape for i, shape in enumerate(rest)}, shards), shards
         if split:
-            units[f"{name}.experts"] = shard({str(i): shape for i, shape in enumerate(split)}, shards), shards // size
+            units[f"{name}.experts"] = (
+                shard({str(i): shape for i, shape in enumerate(split)}, shards),
+                shards // size,
+            )
     return units
 
 
 def shards_of(policy: PolicyConfig, ranks: int) -> int:
-    """The number of ranks that a model is sharded over."""
+    """Return the number of ranks that a model is sharded over."""
     return min(policy.shard_size or ranks, ranks)
 
 
 def compute_width(policy: PolicyConfig) -> int:
-    """Bytes of an element in the compute dtype."""
+    """Return bytes of an element in the compute dtype."""
     return getattr(torch, policy.dtype).itemsize
 
 
 def longest(config: TrainConfig) -> int:
-    """The most tokens of a prompt with its answer."""
+    """Return the most tokens of a prompt with its answer."""
     return config.data.max_prompt_tokens + config.sampling.max_tokens
 
 
 def answers_per_update(config: TrainConfig, ranks: int) -> int:
-    """The answers of the largest update on the rank, or the ranks that share micro-batches, with the most."""
+    """Return the answers of the largest update on the rank, or the ranks that share micro-batches,
+    with the most.
+    """
     prompts = math.ceil(config.batch.prompts_per_step / config.batch.updates_per_step)
-    return math.ceil(prompts * config.algorithm.group_size / max(1, ranks // config.policy.sequence_parallel))
+    return math.ceil(
+        prompts * config.algorithm.group_size / max(1, ranks // config.policy.sequence_parallel)
+    )
 
 
 def computed_prompts(config: TrainConfig, answers: float, prompt: float) -> float:
-    """The prompts of this many tokens that updates on answers compute: one for each answer, or for each group."""
+    """Return the prompts of this many tokens that updates on answers compute: one for each answer,
+    or for each group.
+    """
     least = config.batch.shared_min
     return answers if least is None or prompt < least else answers / config.algorithm.group_size

@@ -1,8 +1,8 @@
 """Estimated seconds of a step: a formula for each part, from data sheets and counts.
 
-This is a model, not a measurement; its assumptions are listed below. It does not count tools and rewards, Python
-between the phases, ranks that wait for the one with the longest answers, a critic, evaluations and checkpoints. ZeRO is
-counted as if it were FSDP2.
+This is a model, not a measurement; its assumptions are listed below. It does not count tools and
+rewards, Python between the phases, ranks that wait for the one with the longest answers, a critic,
+evaluations and checkpoints. ZeRO is counted as if it were FSDP2.
 
 Legend: w bytes of an element in the compute dtype, N ranks, S ranks that a model is sharded over.
 """
@@ -15,7 +15,13 @@ from trainer.config.placement import engine_workers, placement, training_ranks
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.config.ways import way
 from trainer.estimates.gpus import Gpu
-from trainer.estimates.memory import GIB, attention_elements, engine_dtype, kv_answer_bytes, recomputed_layers
+from trainer.estimates.memory import (
+    GIB,
+    attention_elements,
+    engine_dtype,
+    kv_answer_bytes,
+    recomputed_layers,
+)
 from trainer.estimates.model_sizes import (
     ModelSizes,
     compute_width,
@@ -29,8 +35,9 @@ from trainer.model_structure import attended
 from trainer.policy.logprobs import cuda_block_elements
 
 MATMUL = 0.68
-"""Share of the peak that large bfloat16 products reach; assumed. Entire steps of Llama 3 reach 0.38 to 0.43 on H100s
-(Grattafiori et al. 2024, arXiv:2407.21783, table 4)."""
+"""Share of the peak that large bfloat16 products reach; assumed. Entire steps of Llama 3 reach 0.38
+to 0.43 on H100s (Grattafiori et al. 2024, arXiv:2407.21783, table 4).
+"""
 
 MEMORY = 0.85
 """Share of the data sheet's rate that kernels reach when they read and write in order; assumed."""
@@ -51,15 +58,21 @@ DECODE_OVERHEAD = 1e-3
 """Seconds of an engine's step besides its kernels, with CUDA graphs; assumed."""
 
 SHIFT = 1.0
-"""Seconds to sleep and wake, to collect garbage and to grow the allocator's memory again; estimated."""
+"""Seconds to sleep and wake, to collect garbage and to grow the allocator's memory again;
+estimated.
+"""
 
 LAUNCH = 10e-6
-"""Seconds of the host's work for one kernel in eager PyTorch, which the device waits for if its kernels are shorter.
-Between Python, dispatcher, autograd and driver 5 to 25 microseconds are usual; assumed."""
+"""Seconds of the host's work for one kernel in eager PyTorch, which the device waits for if its
+kernels are shorter. Between Python, dispatcher, autograd and driver 5 to 25 microseconds are usual;
+assumed.
+"""
 
 _LOGIT_BYTES = 82
-"""Bytes of memory traffic per logit, counted at temperature 1 without a gradient of the entropy: 46 in the forward pass
-of `trainer.policy.logprobs`, and 36 in its backward pass. An entropy bonus adds 32, another temperature 24."""
+"""Bytes of memory traffic per logit, counted at temperature 1 without a gradient of the entropy: 46
+in the forward pass of `trainer.policy.logprobs`, and 36 in its backward pass. An entropy bonus adds
+32, another temperature 24.
+"""
 
 _BLOCK_KERNELS = 50
 """Kernels of both passes for a block of logits, counted."""
@@ -68,8 +81,9 @@ _HOST_MEMORY = 100e9
 """Bytes a second that the CPU reads and writes for one rank's optimizer; estimated."""
 
 _STEP_BYTES = 24
-"""Bytes of memory traffic per parameter: norm and clipping 12; the optimizer reads the gradient, and reads and writes
-the float32 weight. Besides, it reads and writes its state."""
+"""Bytes of memory traffic per parameter: norm and clipping 12; the optimizer reads the gradient,
+and reads and writes the float32 weight. Besides, it reads and writes its state.
+"""
 
 
 @dataclass(frozen=True)
@@ -103,12 +117,13 @@ class Traffic:
 
 
 def update_traffic(policy: PolicyConfig, model: ModelSizes, ranks: int, micro_batches: int) -> Traffic:
-    """The calls and bytes of an update in which all weights are trained.
+    """Return the calls and bytes of an update in which all weights are trained.
 
-    In each micro-batch every unit is gathered for forward, with w bytes per element, and layers once more for backward
-    if `policy.reshard_after_forward`; its gradient is reduced in float32. Between replicas, shards are added up once an
-    update. Rows are cut into S equal chunks, so every message is padded to S times the first chunk. A single rank sends
-    nothing. The all-to-alls of experts in parallel are not among them.
+    In each micro-batch every unit is gathered for forward, with w bytes per element, and layers
+    once more for backward if `policy.reshard_after_forward`; its gradient is reduced in float32.
+    Between replicas, shards are added up once an update. Rows are cut into S equal chunks, so every
+    message is padded to S times the first chunk. A single rank sends nothing. The all-to-alls of
+    experts in parallel are not among them.
     """
     w, units = compute_width(policy), units_of(policy, model, ranks)
     cut = {name: shards * elements for name, (elements, shards) in units.items() if shards > 1}
@@ -124,10 +139,13 @@ def update_traffic(policy: PolicyConfig, model: ModelSizes, ranks: int, micro_ba
     )
 
 
-def step_costs(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> list[Cost]:
-    """The times of all parts of a step in which no group is left out.
+def step_costs(
+    config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths
+) -> list[Cost]:
+    """Return the times of all parts of a step in which no group is left out.
 
-    Engines on ranks of their own need no sleep; with a lag, rollout and update overlap, and the longer one counts.
+    Engines on ranks of their own need no sleep; with a lag, rollout and update overlap, and the
+    longer one counts.
     """
     training = training_ranks(config, ranks)
     rollout = _rollout(config, model, engine_workers(config, ranks), gpu, lengths)
@@ -141,18 +159,22 @@ def step_costs(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, len
 
 
 def step_flops(config: TrainConfig, model: ModelSizes, ranks: int, lengths: Lengths) -> float:
-    """The operations of a step's updates on each rank, as MFU counts them, without recomputation."""
+    """Return the operations of a step's updates on each rank, as MFU counts them, without
+    recomputation.
+    """
     amount = update_amount(config, ranks, lengths)
     passes = config.algorithm.num_iterations
     return passes * (model.flops.forward(*amount) + model.flops.backward(*amount))
 
 
 def _rollout(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> Cost:
-    """The time of a rollout: each group's prompt once (the prefix cache has the rest), then an engine step per token.
+    """Return the time of a rollout: each group's prompt once (the prefix cache has the rest), then
+    an engine step per token.
 
-    It is a roofline (Williams et al. 2009, doi:10.1145/1498765.1498785): an engine step reads all weights and the keys
-    and values of all running answers, or computes 2 operations for each parameter and answer, whichever takes longer.
-    Lengths are uniform between 0 and twice their mean: slots stay filled until no prompt waits, and then empty evenly.
+    It is a roofline (Williams et al. 2009, doi:10.1145/1498765.1498785): an engine step reads all
+    weights and the keys and values of all running answers, or computes 2 operations for each
+    parameter and answer, whichever takes longer. Lengths are uniform between 0 and twice their
+    mean: slots stay filled until no prompt waits, and then empty evenly.
     """
     engine, w, size = config.engine, engine_dtype(config).itemsize, config.engine.tensor_parallel_size
     answers = config.batch.prompts_per_step * config.algorithm.group_size * size / ranks
@@ -170,39 +192,56 @@ def _rollout(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengt
     last = int(2 * lengths.answer)
     tail = sum(engine_step(slots * (1 - at / last), lengths.prompt + at) for at in range(last))
     decode = full * engine_step(slots, lengths.prompt + lengths.answer / 2) + tail
-    return Cost("rollout", prefill + decode, remark=f"prompts {prefill:.1f}, then {full + last:,.0f} engine steps")
+    return Cost(
+        "rollout",
+        prefill + decode,
+        remark=f"prompts {prefill:.1f}, then {full + last:,.0f} engine steps",
+    )
 
 
 def _sent_elements(config: TrainConfig, model: ModelSizes) -> int:
-    """The elements that a sync sends: those of all weights, or of the adapters alone."""
-    return sum(shape.numel() for shape in (model.adapters if config.lora.engines_apply else model.shapes).values())
+    """Return the elements that a sync sends: those of all weights, or of the adapters alone."""
+    return sum(
+        shape.numel()
+        for shape in (model.adapters if config.lora.engines_apply else model.shapes).values()
+    )
 
 
 def _sync(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu) -> Iterator[Cost]:
-    """The times of a sync, and of sleeping and waking, with engines on the training devices.
+    """Yield the times of a sync, and of sleeping and waking, with engines on the training devices.
 
-    Weights in the engine's dtype are gathered, written to staging, then read and written by the worker. A worker that
-    reads the float32 shards itself (sync.way: pull) makes one copy.
+    Weights in the engine's dtype are gathered, written to staging, then read and written by the
+    worker. A worker that reads the float32 shards itself (sync.way: pull) makes one copy.
     """
     policy, shards = config.policy, shards_of(config.policy, ranks)
     elements = _sent_elements(config, model)
     size = engine_dtype(config).itemsize * elements
     if way(config).reads_shards:
-        yield Cost("sync", (4 * elements + size) / (MEMORY * gpu.memory_rate), remark=f"{size / 2**30:.1f} GiB")
+        yield Cost(
+            "sync", (4 * elements + size) / (MEMORY * gpu.memory_rate), remark=f"{size / 2**30:.1f} GiB"
+        )
     elif not way(config).shares_memory:
         gather = _ring(size, shards, gpu, len(model.units))
-        yield Cost("sync", gather + 3 * size / (MEMORY * gpu.memory_rate), remark=f"{size / 2**30:.1f} GiB")
+        yield Cost(
+            "sync", gather + 3 * size / (MEMORY * gpu.memory_rate), remark=f"{size / 2**30:.1f} GiB"
+        )
     state, weights = optimizer_bytes(policy, model, shards), 4 * shard(model.trained, shards)
     moved = {"none": 0, "optimizer": state, "all": state + weights}[policy.offload]
     seconds = 2 * moved / HOST
-    yield Cost("sleep and wake", SHIFT + seconds, remark="by estimate" + (", and policy.offload" if moved else ""))
+    yield Cost(
+        "sleep and wake",
+        SHIFT + seconds,
+        remark="by estimate" + (", and policy.offload" if moved else ""),
+    )
 
 
-def _broadcast(config: TrainConfig, model: ModelSizes, training: int, ranks: int, gpu: Gpu) -> Iterator[Cost]:
-    """The time of a sync to engines on other devices.
+def _broadcast(
+    config: TrainConfig, model: ModelSizes, training: int, ranks: int, gpu: Gpu
+) -> Iterator[Cost]:
+    """Yield the time of a sync to engines on other devices.
 
-    Weights are gathered among the ranks that train, sent through a chain of all engines, then read and written by the
-    worker.
+    Weights are gathered among the ranks that train, sent through a chain of all engines, then read
+    and written by the worker.
     """
     size = engine_dtype(config).itemsize * _sent_elements(config, model)
     rate = gpu.link_rate if ranks <= NODE else gpu.network_rate
@@ -211,8 +250,12 @@ def _broadcast(config: TrainConfig, model: ModelSizes, training: int, ranks: int
     yield Cost("sync", seconds, remark=f"{size / 2**30:.1f} GiB, by broadcast")
 
 
-def _update(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths) -> Iterator[Cost]:
-    """The times of forward and backward over all micro-batches, of gathers and reductions, and of optimizer steps."""
+def _update(
+    config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengths: Lengths
+) -> Iterator[Cost]:
+    """Yield the times of forward and backward over all micro-batches, of gathers and reductions,
+    and of optimizer steps.
+    """
     policy, algorithm, shards = config.policy, config.algorithm, shards_of(config.policy, ranks)
     tokens, targets, pairs = update_amount(config, ranks, lengths)
     passes, compute, memory = algorithm.num_iterations, MATMUL * gpu.flops, MEMORY * gpu.memory_rate
@@ -223,7 +266,11 @@ def _update(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, length
     counted = model.kernels.forward.times(1 + share) + model.kernels.backward
     logits = model.config["vocab_size"] * targets
     elementwise = passes * (counted.token_bytes * tokens + _LOGIT_BYTES * logits) / memory
-    yield Cost("update: products", products, remark=f"{tokens:,.0f} tokens a rank; recomputed layers: {share:.0%}")
+    yield Cost(
+        "update: products",
+        products,
+        remark=f"{tokens:,.0f} tokens a rank; recomputed layers: {share:.0%}",
+    )
     yield Cost("update: elementwise", elementwise, remark="norms, activations, logits: memory traffic")
     updates = config.batch.updates_per_step
     shared = tokens * policy.sequence_parallel
@@ -231,30 +278,54 @@ def _update(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, length
     blocks = passes * logits / cuda_block_elements(int(gpu.memory_gib * GIB))
     kernels = micro_batches * counted.kernels + blocks * _BLOCK_KERNELS
     waited = max(0.0, kernels * LAUNCH - products - elementwise)
-    yield Cost("update: launches", waited, kernels * LAUNCH - waited, f"{kernels:,.0f} kernels, started by the host")
+    yield Cost(
+        "update: launches",
+        waited,
+        kernels * LAUNCH - waited,
+        f"{kernels:,.0f} kernels, started by the host",
+    )
     busy = products + elementwise + waited
-    if policy.offload_activations:  # to the host in forward and back in backward, on the stream that computes
-        size = recomputed_layers(policy, model) * tokens * compute_width(policy) * model.config["hidden_size"]
+    if policy.offload_activations:
+        # to the host in forward and back in backward, on the stream that computes
+        size = (
+            recomputed_layers(policy, model)
+            * tokens
+            * compute_width(policy)
+            * model.config["hidden_size"]
+        )
         yield Cost("update: activations", passes * 2 * size / HOST, remark="inputs of recomputed layers")
     if policy.sequence_parallel > 1:
         yield _exchanges(policy, model, gpu, passes * tokens, micro_batches)
     if policy.expert_parallel > 1:
         yield _dispatches(policy, model, gpu, passes * tokens, micro_batches)
-    yield from _gathers(policy, model, ranks, gpu, micro_batches=micro_batches, updates=updates * passes, busy=busy)
+    yield from _gathers(
+        policy, model, ranks, gpu, micro_batches=micro_batches, updates=updates * passes, busy=busy
+    )
     trained, on_host = shard(model.trained, shards), policy.update_on == "host"
     moved = _STEP_BYTES * trained + 2 * optimizer_bytes(policy, model, shards)
-    seconds = moved / (_HOST_MEMORY if on_host else memory) + newton_schulz_flops(policy, model) / shards / compute
+    seconds = (
+        moved / (_HOST_MEMORY if on_host else memory)
+        + newton_schulz_flops(policy, model) / shards / compute
+    )
     yield Cost("update: optimizer", passes * updates * seconds)
     if on_host:
-        yield _host_copies(config, trained, micro_batches=micro_batches, updates=passes * updates, busy=busy)
+        yield _host_copies(
+            config, trained, micro_batches=micro_batches, updates=passes * updates, busy=busy
+        )
     reference = algorithm.teacher is None and algorithm.kl_coef > 0
     scores = int(reference or algorithm.teacher is not None) + int(updates * passes > 1)
     if scores:
-        yield Cost("scores", scores * model.flops.forward(tokens, targets, pairs) / compute, remark="forward alone")
+        yield Cost(
+            "scores",
+            scores * model.flops.forward(tokens, targets, pairs) / compute,
+            remark="forward alone",
+        )
 
 
 def newton_schulz_flops(policy: PolicyConfig, model: ModelSizes) -> float:
-    """Operations of Muon's iterations on all matrices, of three products each, two of which have the longer side."""
+    """Return operations of Muon's iterations on all matrices, of three products each, two of which
+    have the longer side.
+    """
     if policy.optimizer != "muon":
         return 0.0
     sides = [sorted(shape) for name, shape in model.trained.items() if name in model.matrices]
@@ -262,12 +333,15 @@ def newton_schulz_flops(policy: PolicyConfig, model: ModelSizes) -> float:
     return float(sum(iterations * 2 * small**2 * (2 * large + small) for small, large in sides))
 
 
-def _host_copies(config: TrainConfig, trained: float, micro_batches: int, updates: int, busy: float) -> Cost:
-    """The time of copies to and from the host while a rank's `trained` parameters are updated there.
+def _host_copies(
+    config: TrainConfig, trained: float, micro_batches: int, updates: int, busy: float
+) -> Cost:
+    """Return the time of copies to and from the host while a rank's `trained` parameters are
+    updated there.
 
-    FSDP2 copies float32 weights in forward and in backward, and gradients back, in every micro-batch, beside the work
-    on other layers. A policy that computes with the engine's weights, and ZeRO, copy gradients, and weights once an
-    update, in the compute dtype.
+    FSDP2 copies float32 weights in forward and in backward, and gradients back, in every
+    micro-batch, beside the work on other layers. A policy that computes with the engine's weights,
+    and ZeRO, copy gradients, and weights once an update, in the compute dtype.
     """
     policy, width = config.policy, compute_width(config.policy)
     if policy.backend == "deepspeed" or way(config).shares_memory:
@@ -275,16 +349,27 @@ def _host_copies(config: TrainConfig, trained: float, micro_batches: int, update
     seconds = 12 * micro_batches * trained / HOST
     waited = max(0.0, seconds - busy)
     return Cost(
-        "update: host copies", waited, seconds - waited, f"weights and gradients of {micro_batches} micro-batches"
+        "update: host copies",
+        waited,
+        seconds - waited,
+        f"weights and gradients of {micro_batches} micro-batches",
     )
 
 
 def _gathers(
-    policy: PolicyConfig, model: ModelSizes, ranks: int, gpu: Gpu, micro_batches: int, updates: int, busy: float
+    policy: PolicyConfig,
+    model: ModelSizes,
+    ranks: int,
+    gpu: Gpu,
+    micro_batches: int,
+    updates: int,
+    busy: float,
 ) -> Iterator[Cost]:
-    """The times of gathers and reductions, which overlap with the work on another layer; only the excess counts.
+    """Yield the times of gathers and reductions, which overlap with the work on another layer; only
+    the excess counts.
 
-    The gather of the embeddings, before forward can begin, and their reduction, at the end of backward, do not overlap.
+    The gather of the embeddings, before forward can begin, and their reduction, at the end of
+    backward, do not overlap.
     """
     shards, w = shards_of(policy, ranks), compute_width(policy)
     if ranks == 1:
@@ -294,11 +379,21 @@ def _gathers(
     last = 4 * ends
     if model.adapters:  # the embeddings have none
         learned, last = 4 * sum(shape.numel() for shape in model.adapters.values()), 0
-        one = replace(one, scatters=model.layers, scattered=learned, reduced=learned // shards if one.reduced else 0)
+        one = replace(
+            one,
+            scatters=model.layers,
+            scattered=learned,
+            reduced=learned // shards if one.reduced else 0,
+        )
     # Copies into the buffers of collectives and out of them, in which gradients become float32.
-    copied = micro_batches * (2 * one.gathered + (1 + w / 4) * one.scattered) / (MEMORY * gpu.memory_rate)
+    copied = (
+        micro_batches * (2 * one.gathered + (1 + w / 4) * one.scattered) / (MEMORY * gpu.memory_rate)
+    )
     yield Cost("update: copies", copied, remark="gathered weights and gradients, on the device")
-    gather, scatter = _ring(one.gathered, shards, gpu, one.gathers), _ring(one.scattered, shards, gpu, one.scatters)
+    gather, scatter = (
+        _ring(one.gathered, shards, gpu, one.gathers),
+        _ring(one.scattered, shards, gpu, one.scatters),
+    )
     exposed = micro_batches * (_ring(w * ends, shards, gpu, 1) + _ring(last, shards, gpu, 1))
     beside = micro_batches * (gather + scatter) - exposed
     waited = max(0.0, beside - busy)
@@ -309,10 +404,14 @@ def _gathers(
         yield Cost("update: between replicas", seconds, remark="gradients, once an update")
 
 
-def _exchanges(policy: PolicyConfig, model: ModelSizes, gpu: Gpu, tokens: float, micro_batches: int) -> Cost:
-    """The time of the all-to-alls between ranks that share sequences, `tokens` on each; nothing overlaps with them.
+def _exchanges(
+    policy: PolicyConfig, model: ModelSizes, gpu: Gpu, tokens: float, micro_batches: int
+) -> Cost:
+    """Return the time of the all-to-alls between ranks that share sequences, `tokens` on each;
+    nothing overlaps with them.
 
-    A layer has two in forward, two in backward, and two more if it is recomputed. A rank keeps its own part.
+    A layer has two in forward, two in backward, and two more if it is recomputed. A rank keeps its
+    own part.
     """
     ways, (queries, keys_values) = policy.sequence_parallel, attention_elements(policy, model)
     passes = 2 * model.layers + recomputed_layers(policy, model)
@@ -320,11 +419,14 @@ def _exchanges(policy: PolicyConfig, model: ModelSizes, gpu: Gpu, tokens: float,
     return _all_to_all("update: exchanges", size, 2 * passes * micro_batches, ways, gpu)
 
 
-def _dispatches(policy: PolicyConfig, model: ModelSizes, gpu: Gpu, tokens: float, micro_batches: int) -> Cost:
-    """The time of the all-to-alls that bring a rank's `tokens` to experts and back; nothing overlaps with them.
+def _dispatches(
+    policy: PolicyConfig, model: ModelSizes, gpu: Gpu, tokens: float, micro_batches: int
+) -> Cost:
+    """Return the time of the all-to-alls that bring a rank's `tokens` to experts and back; nothing
+    overlaps with them.
 
-    A layer has two in forward, two in backward, and two more if it is recomputed; each has a row of hidden size for
-    every expert of a token. Routes are taken to be even.
+    A layer has two in forward, two in backward, and two more if it is recomputed; each has a row of
+    hidden size for every expert of a token. Routes are taken to be even.
     """
     size, recomputed = policy.expert_parallel, recomputed_layers(policy, model) / model.layers
     passes = (2 + recomputed) * len(model.experts)
@@ -333,17 +435,20 @@ def _dispatches(policy: PolicyConfig, model: ModelSizes, gpu: Gpu, tokens: float
 
 
 def _all_to_all(name: str, size: float, calls: float, ways: int, gpu: Gpu) -> Cost:
-    """The time of `calls` exchanges among `ways` ranks, in which each sends `size` bytes to the others in all."""
+    """Return the time of `calls` exchanges among `ways` ranks, in which each sends `size` bytes to
+    the others in all.
+    """
     rate = gpu.link_rate if ways <= NODE else gpu.network_rate
     remark = f"{size / 2**30:.1f} GiB traded by each of {ways} ranks"
     return Cost(name, size / (LINKS * rate) + calls * HOP, remark=remark)
 
 
 def _ring(size: float, ranks: int, gpu: Gpu, calls: int) -> float:
-    """Seconds to gather or reduce `size` bytes in a ring, where each rank passes on everything except its own part.
+    """Return seconds to gather or reduce `size` bytes in a ring, where each rank passes on
+    everything except its own part.
 
-    Between machines every GPU's network card carries a ring, so a machine's rate is the sum over its cards, at most the
-    rate of its internal links (NCCL; nccl-tests/doc/PERFORMANCE.md).
+    Between machines every GPU's network card carries a ring, so a machine's rate is the sum over
+    its cards, at most the rate of its internal links (NCCL; nccl-tests/doc/PERFORMANCE.md).
     """
     if ranks == 1:
         return 0.0
@@ -352,8 +457,10 @@ def _ring(size: float, ranks: int, gpu: Gpu, calls: int) -> float:
 
 
 def update_amount(config: TrainConfig, ranks: int, lengths: Lengths) -> tuple[float, float, float]:
-    """The average tokens, targets and attended pairs of a step on each rank."""
+    """Return the average tokens, targets and attended pairs of a step on each rank."""
     answers = config.batch.prompts_per_step * config.algorithm.group_size / ranks
     prompts, targets = computed_prompts(config, answers, lengths.prompt), answers * lengths.answer
-    pairs = answers * attended([lengths.prompt + lengths.answer]) - (answers - prompts) * attended([lengths.prompt])
+    pairs = answers * attended([lengths.prompt + lengths.answer]) - (answers - prompts) * attended(
+        [lengths.prompt]
+    )
     return prompts * lengths.prompt + targets, targets, pairs

@@ -8,8 +8,9 @@
     learner       one step's learning, from top to bottom
     dynamic       the prompts that a step samples, and the groups that it trains on
 
-Every rank has a summary of all answers (`answers`). Each rank therefore computes by itself, without a collective, what
-concerns the whole step, unless it depends on tokens or on a model's outputs for them.
+Every rank has a summary of all answers (`answers`). Each rank therefore computes by itself, without
+a collective, what concerns the whole step, unless it depends on tokens or on a model's outputs for
+them.
 """
 
 from trainer.learning.learner import Learner

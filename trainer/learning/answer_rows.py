@@ -1,4 +1,6 @@
-"""Rows of completions.jsonl and tokens.jsonl with some of a step's answers, and the console's lines about failures."""
+"""Rows of completions.jsonl and tokens.jsonl with some of a step's answers, and the console's lines
+about failures.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -24,7 +26,9 @@ _LONGEST = 2000  # most tokens of an answer in tokens.jsonl
 def answer_rows(
     answers: Sequence[Answer], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
-    """The rows of completions.jsonl on rank 0, which writes the file; empty on other ranks. Collective."""
+    """Return the rows of completions.jsonl on rank 0, which writes the file; empty on other ranks.
+    Collective.
+    """
     local: dict[int, dict[str, Any]] = {}
     for n, t in ((n, answer.trajectory) for n, answer in enumerate(answers)):
         if t is not None:
@@ -34,7 +38,8 @@ def answer_rows(
                 "parts": t.reward_parts,
                 "finish_reason": t.finish_reason,
             }
-            scored["prompt"] = tokenizer.decode(t.prompt_ids)  # not the dataset's, since a client may add to it
+            # Not the dataset's, since a client may add to it
+            scored["prompt"] = tokenizer.decode(t.prompt_ids)
             local[n] = scored | {"tokens": len(t.response_ids), "weight_version": t.weight_version}
             local[n]["error"] = t.error or t.reward_error
             if t.abstained:
@@ -56,22 +61,35 @@ def answer_rows(
 
 
 def of_many_prompts(answers: Sequence[Answer], count: int) -> list[Answer]:
-    """Return up to `count` answers to as many prompts as possible: the first to each, then the second, and so on."""
+    """Return up to `count` answers to as many prompts as possible: the first to each, then the
+    second, and so on.
+    """
     ordered = sorted(answers, key=lambda answer: (answer.sample_index, answer.prompt_index))
     return ordered[:count]
 
 
-def failure_lines(answers: Sequence[Answer], figures: dict[str, float], fate: str = "are left out") -> Iterator[str]:
-    """Yields a line about answers on which reward functions failed, with their `fate`, and one about other failures.
+def failure_lines(
+    answers: Sequence[Answer], figures: dict[str, float], fate: str = "are left out"
+) -> Iterator[str]:
+    """Yield a line about answers on which reward functions failed, with their `fate`, and one about
+    other failures.
 
-    A third one says that all functions abstained from every answer. `figures` are the `reward_errors` of the answers.
+    A third one says that all functions abstained from every answer. `figures` are the
+    `reward_errors` of the answers.
     """
     if misjudged := [answer for answer in answers if answer.misjudged]:
         out = sum(bool(answer.error) for answer in misjudged)
         first = misjudged[0].misjudged[:200]
-        named = [(key.partition("/errors/")[2], count) for key, count in figures.items() if "reward/errors/" in key]
+        named = [
+            (key.partition("/errors/")[2], count)
+            for key, count in figures.items()
+            if "reward/errors/" in key
+        ]
         counts = ", ".join(f"{name} {count:.0f}" for name, count in named)
-        yield f"rewards failed on {len(misjudged)} answers ({counts}), {out} of which {fate}; the first: {first}"
+        yield (
+            f"rewards failed on {len(misjudged)} answers ({counts}), {out} of which {fate}; the first: "
+            f"{first}"
+        )
     if errors := failed_episodes(answers):
         yield f"{len(errors)} episodes failed, the first by {errors[0][:200]}"
     if answers and all(answer.abstained for answer in answers):
@@ -79,12 +97,18 @@ def failure_lines(answers: Sequence[Answer], figures: dict[str, float], fate: st
 
 
 def text_by_author(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """Splits a response into pieces, in order: the text of each, and True if the policy sampled it."""
-    return [(_decoded(ids, tokenizer, marks=sampled), sampled) for ids, sampled in _by_author(trajectory)]
+    """Split a response into pieces, in order: the text of each, and True if the policy sampled
+    it.
+    """
+    return [
+        (_decoded(ids, tokenizer, marks=sampled), sampled) for ids, sampled in _by_author(trajectory)
+    ]
 
 
 def shown_text(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the text that rewards saw, or one with the special tokens that were sampled before an answer's end."""
+    """Return the text that rewards saw, or one with the special tokens that were sampled before an
+    answer's end.
+    """
     if trajectory.decoded is not None or trajectory.error:
         return trajectory.text
     shown = [text for text, _ in text_by_author(trajectory, tokenizer)]
@@ -93,14 +117,18 @@ def shown_text(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> st
 
 
 def _by_author(trajectory: Trajectory) -> Iterator[tuple[list[int], bool]]:
-    """Yields the runs of a response's tokens that the policy sampled, and of those that it did not."""
+    """Yield the runs of a response's tokens that the policy sampled, and of those that it did
+    not.
+    """
     pairs = zip(trajectory.response_ids, trajectory.loss_mask, strict=True)
     for sampled, part in groupby(pairs, lambda pair: pair[1]):
         yield [token for token, _ in part], bool(sampled)
 
 
 def _decoded(ids: list[int], tokenizer: PreTrainedTokenizerBase, marks: bool) -> str:
-    """Decodes tokens of one author; with `marks`, special tokens are part of the text, except one at its end."""
+    """Decode tokens of one author; with `marks`, special tokens are part of the text, except one at
+    its end.
+    """
     last = tokenizer.decode(ids[-1:], skip_special_tokens=True)
     part = ids[:-1] if marks and not last else ids
     return str(tokenizer.decode(part, skip_special_tokens=not marks))
@@ -108,21 +136,25 @@ def _decoded(ids: list[int], tokenizer: PreTrainedTokenizerBase, marks: bool) ->
 
 @dataclass
 class Watched:
-    """The tokens of one trajectory with their figures; K is the number of tokens from the first trained one on."""
+    """The tokens of one trajectory with their figures; K is the number of tokens from the first
+    trained one on.
+    """
 
     answer: Answer
     ids: list[int] = field(default_factory=list)  # [K]
-    figures: dict[str, list[float | None]] = field(default_factory=dict)  # [K] for each; None where nothing was trained
+    # [K] for each; None where nothing was trained
+    figures: dict[str, list[float | None]] = field(default_factory=dict)
 
 
 class TokenFigures:
-    """Collects, on rank 0, token figures of the first trajectories that it trains on in a step, in the first pass.
+    """Collects, on rank 0, token figures of the first trajectories that it trains on in a step, in
+    the first pass.
 
     It only reads: results are the same with and without it. On other ranks it does nothing.
     """
 
     def __init__(self, count: int, minibatches: list[MiniBatch]) -> None:
-        """Chooses up to `count` trajectories of the step's first update."""
+        """Choose up to `count` trajectories of the step's first update."""
         self._wanted: dict[int, Watched] = {}
         self._noted: list[tuple[Watched, list[Tensor]]] = []
         if is_main() and count and minibatches:
@@ -131,15 +163,27 @@ class TokenFigures:
             self._wanted = {place: Watched(answers[place]) for place in share[:count]}
 
     def note(self, batch: MicroBatch, outputs: Outputs) -> None:
-        """Keeps the figures of chosen trajectories in a micro-batch; tensors stay on the device until `take`."""
+        """Keep the figures of chosen trajectories in a micro-batch; tensors stay on the device
+        until `take`.
+        """
         for row, place in enumerate(batch.rows):
             if (watched := self._wanted.pop(place, None)) is not None:
-                tensors = (batch.input_ids[:, 1:], batch.loss_mask, batch.engine_logprobs, batch.advantages)
-                kept = [x[row, : batch.lengths[row] - 1] for x in (*tensors, outputs.logprobs, outputs.entropy)]
+                tensors = (
+                    batch.input_ids[:, 1:],
+                    batch.loss_mask,
+                    batch.engine_logprobs,
+                    batch.advantages,
+                )
+                kept = [
+                    x[row, : batch.lengths[row] - 1]
+                    for x in (*tensors, outputs.logprobs, outputs.entropy)
+                ]
                 self._noted.append((watched, [tensor.detach().clone() for tensor in kept]))
 
     def take(self) -> list[Watched]:
-        """The chosen trajectories with gap (nats, trainer minus engine), entropy (nats) and advantage per token."""
+        """Return the chosen trajectories with gap (nats, trainer minus engine), entropy (nats) and
+        advantage per token.
+        """
         for watched, tensors in self._noted:
             ids, mask, engine, advantages, logprobs, entropy = (tensor.tolist() for tensor in tensors)
             start = next((place for place, trained in enumerate(mask) if trained), len(mask))
@@ -155,7 +199,7 @@ class TokenFigures:
 def token_rows(
     watched: list[Watched], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
-    """The rows of tokens.jsonl for a step on `prompts`."""
+    """Return the rows of tokens.jsonl for a step on `prompts`."""
     return [
         {"prompt_id": prompts[trace.answer.prompt_index].id, "sample": trace.answer.sample_index}
         | {"reward": trace.answer.reward, "tokens": [_text(token, tokenizer) for token in trace.ids]}
@@ -165,12 +209,18 @@ def token_rows(
 
 
 def _rounded(value: float | None) -> float | None:
-    """Rounds to four digits; None if the value is not finite, which JSON cannot express."""
+    """Round to four digits; None if the value is not finite, which JSON cannot express."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
 
 
 def _text(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of one token, with the leading space that SentencePiece's decoders drop from a first word."""
+    """Return the text of one token, with the leading space that SentencePiece's decoders drop from
+    a first word.
+    """
     text = tokenizer.decode([token])
     piece = tokenizer.convert_ids_to_tokens(token)
-    return f" {text}" if isinstance(piece, str) and piece.startswith("▁") and not text.startswith(" ") else text
+    return (
+        f" {text}"
+        if isinstance(piece, str) and piece.startswith("▁") and not text.startswith(" ")
+        else text
+    )

@@ -1,8 +1,9 @@
-"""Summaries of a step's trajectories, which every rank has, and the exchange of their tokens between ranks.
+"""Summaries of a step's trajectories, which every rank has, and the exchange of their tokens
+between ranks.
 
-Ids, masks and log-probabilities stay on the rank whose engine sampled them until a rank trains on them, and go to that
-rank alone. Besides its share a rank receives `ROW.itemsize` bytes for each trajectory of the step, rewards of turns if
-there are any, and a few bytes from each rank.
+Ids, masks and log-probabilities stay on the rank whose engine sampled them until a rank trains on
+them, and go to that rank alone. Besides its share a rank receives `ROW.itemsize` bytes for each
+trajectory of the step, rewards of turns if there are any, and a few bytes from each rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +21,18 @@ from trainer.errors import UserError
 from trainer.types import RouteFormat, Sample
 
 ROW = np.dtype("<i4, <u2, <f8, <i4, <i4, <u2, <u2, u1")
-"""The encoding of an `Answer`: prompt, sample, reward, length, sampled tokens, turns, runs of sampled tokens, flags."""
+"""The encoding of an `Answer`: prompt, sample, reward, length, sampled tokens, turns, runs of
+sampled tokens, flags.
+"""
 
 _FAILED, _CUT, _FIRST, _MISJUDGED, _ABSTAINED = 1, 2, 4, 8, 16
 
 
 @dataclass
 class Answer:
-    """The summary of a trajectory that every rank has; fields of the same name are described in `Trajectory`."""
+    """The summary of a trajectory that every rank has; fields of the same name are described in
+    `Trajectory`.
+    """
 
     rank: int  # the rank that has its tokens
     prompt_index: int
@@ -36,10 +41,12 @@ class Answer:
     length: int  # tokens of prompt and response
     sampled: int  # number of tokens that the policy sampled, without those of tools
     turns: int
-    runs: int  # number of runs of sampled tokens with others in between, which the trainer counts as turns
+    # Number of runs of sampled tokens with others in between, which the trainer counts as turns
+    runs: int
     cut: bool  # finish_reason is "length"
     begins: bool  # True if the very first token was sampled, which no token predicts
-    misjudged: str  # why a reward function failed, generic if it failed on another rank; empty: none failed
+    # Why a reward function failed, generic if it failed on another rank; empty: none failed
+    misjudged: str
     error: str  # why the trajectory failed; generic if it failed on another rank; empty: it did not fail
     turn_rewards: list[float]
     abstained: bool = False
@@ -50,50 +57,73 @@ class Answer:
     vote: str | None = None
 
     def trainable(self, overlong_filter: bool = False, mask_old: bool = False) -> int:
-        """The number of tokens to train on; see `Sample.trainable` and `to_sample`."""
+        """Return the number of tokens to train on; see `Sample.trainable` and `to_sample`."""
         if overlong_filter and self.cut:
             return 0
         return self.sampled - (self.old or self.begins if mask_old else self.begins)
 
 
-def gather_answers(local: Sequence[Trajectory], details: bool = False, version: int | None = None) -> list[Answer]:
-    """The answers of all ranks, ordered by prompt and sample, the same on every rank. Collective.
+def gather_answers(
+    local: Sequence[Trajectory], details: bool = False, version: int | None = None
+) -> list[Answer]:
+    """Return the answers of all ranks, ordered by prompt and sample, the same on every rank.
+    Collective.
 
-    `local` are the trajectories that this rank's engine sampled. With `details`, reward_parts and votes, which can have
-    any size, travel too. All ranks get the text of the first error of a reward function and of the first other error;
-    the texts of further errors stay where they happened. `version` is the policy's current version; None: no answer has
-    tokens of an earlier one.
+    `local` are the trajectories that this rank's engine sampled. With `details`, reward_parts and
+    votes, which can have any size, travel too. All ranks get the text of the first error of a
+    reward function and of the first other error; the texts of further errors stay where they
+    happened. `version` is the policy's current version; None: no answer has tokens of an earlier
+    one.
     """
     with agreed("gathering the answers"):  # a rollout function may have put anything into a trajectory
         rows = np.array([_row(t) for t in local], dtype=ROW).tobytes()
         turns = {index: t.turn_rewards for index, t in enumerate(local) if t.turn_rewards}
         parts = [(t.reward_parts, t.vote) for t in local] if details else []
-        old = {index: count for index, t in enumerate(local) if (count := sum(t.loss_mask[: old_tokens(t, version)]))}
+        old = {
+            index: count
+            for index, t in enumerate(local)
+            if (count := sum(t.loss_mask[: old_tokens(t, version)]))
+        }
         packed = msgspec.msgpack.encode((rows, turns, old, parts))
-    answers = [answer for source, data in enumerate(send_to_all(packed)) for answer in _decoded(source, data, local)]
+    answers = [
+        answer
+        for source, data in enumerate(send_to_all(packed))
+        for answer in _decoded(source, data, local)
+    ]
     answers.sort(key=lambda answer: (answer.prompt_index, answer.sample_index))
     for name in ("error", "misjudged"):
-        if first := next((a for a in answers if getattr(a, name) and (name == "misjudged" or not a.misjudged)), None):
+        if first := next(
+            (a for a in answers if getattr(a, name) and (name == "misjudged" or not a.misjudged)), None
+        ):
             words = send_to_all(getattr(first, name).encode(errors="replace"))[first.rank].decode()
             setattr(first, name, words)
     return answers
 
 
 def failed_episodes(answers: Sequence[Answer]) -> list[str]:
-    """The errors of the episodes that failed for another reason than a reward function, one for each episode."""
+    """Return the errors of the episodes that failed for another reason than a reward function, one
+    for each episode.
+    """
     episodes = [episode for episode in by_episode(answers) if not any(t.misjudged for t in episode)]
     return [error for episode in episodes if (error := next((t.error for t in episode if t.error), ""))]
 
 
 def old_tokens(trajectory: Trajectory, version: int | None) -> int:
-    """The number of leading response tokens that were sampled before `version`; 0 if it is None."""
+    """Return the number of leading response tokens that were sampled before `version`; 0 if it is
+    None.
+    """
     if version is None:
         return 0
-    return next((start for number, start in trajectory.versions if number == version), len(trajectory.response_ids))
+    return next(
+        (start for number, start in trajectory.versions if number == version),
+        len(trajectory.response_ids),
+    )
 
 
 def token_ages(trajectory: Trajectory, version: int | None) -> list[int]:
-    """The age of each response token, in updates from the policy that sampled it to `version`; all 0 if it is None."""
+    """Return the age of each response token, in updates from the policy that sampled it to
+    `version`; all 0 if it is None.
+    """
     if version is None:
         return [0] * len(trajectory.response_ids)
     ends = [start for _, start in trajectory.versions[1:]] + [len(trajectory.response_ids)]
@@ -114,9 +144,14 @@ def _row(trajectory: Trajectory) -> tuple[Any, ...]:
 
 
 def _decoded(source: int, data: bytes, local: Sequence[Trajectory]) -> list[Answer]:
-    """The answers of rank `source` from its message; `local` are the trajectories of this rank."""
+    """Return the answers of rank `source` from its message; `local` are the trajectories of this
+    rank.
+    """
     rows, turns, old, parts = msgspec.msgpack.decode(
-        data, type=tuple[bytes, dict[int, list[float]], dict[int, int], list[tuple[dict[str, float], str | None]]]
+        data,
+        type=tuple[
+            bytes, dict[int, list[float]], dict[int, int], list[tuple[dict[str, float], str | None]]
+        ],
     )
     answers, generic = [], f"an error on rank {source}"
     for index, row in enumerate(np.frombuffer(rows, dtype=ROW).tolist()):
@@ -148,7 +183,7 @@ def _decoded(source: int, data: bytes, local: Sequence[Trajectory]) -> list[Answ
 
 
 def count_turns(loss_mask: list[int]) -> int:
-    """The number of runs of ones in a loss mask."""
+    """Return the number of runs of ones in a loss mask."""
     return sum(now > before for before, now in zip([0, *loss_mask], loss_mask, strict=False))
 
 
@@ -158,11 +193,12 @@ def exchange_samples(
     sample: Callable[[Trajectory], Sample],
     routes: RouteFormat | None = None,
 ) -> list[list[Sample]]:
-    """The samples that this rank trains on, per optimizer step and in the order of `shares`. Collective: one exchange.
+    """Return the samples that this rank trains on, per optimizer step and in the order of `shares`.
+    Collective: one exchange.
 
-    `answers` has the answers of each optimizer step, the same on all ranks; `shares` has, for each step and rank, the
-    positions of the answers that the rank trains on. `sample` makes a sample on the rank that has the trajectory; with
-    `routes`, samples have routes in this format.
+    `answers` has the answers of each optimizer step, the same on all ranks; `shares` has, for each
+    step and rank, the positions of the answers that the rank trains on. `sample` makes a sample on
+    the rank that has the trajectory; with `routes`, samples have routes in this format.
     """
     row_bytes = 0 if routes is None else routes.row_bytes
     outgoing = [bytearray() for _ in range(world_size())]
@@ -184,7 +220,9 @@ def exchange_samples(
         for answer in (step[position] for position in by_rank[rank()]):
             begin = ends[answer.rank]
             ends[answer.rank] = begin + _TOKEN_BYTES * answer.length + row_bytes * (answer.length - 1)
-            samples[-1].append(_unpacked(streams[answer.rank][begin : ends[answer.rank]], answer.length, routes))
+            samples[-1].append(
+                _unpacked(streams[answer.rank][begin : ends[answer.rank]], answer.length, routes)
+            )
             received[answer.rank].append((answer, samples[-1][-1]))
     for stream, end, pairs in zip(streams, ends, received, strict=True):
         _unpack_images(stream[end:], pairs)
@@ -196,7 +234,10 @@ _OLDEST = 127  # updates: the greatest age that fits into the other bits
 
 
 def _packed(sample: Sample) -> bytes:
-    ids, logprobs = np.array(sample.input_ids, dtype="<i4"), np.array(sample.engine_logprobs, dtype="<f4")
+    ids, logprobs = (
+        np.array(sample.input_ids, dtype="<i4"),
+        np.array(sample.engine_logprobs, dtype="<f4"),
+    )
     flags = np.array(sample.loss_mask, dtype="u1")
     if sample.ages:
         flags |= np.minimum(sample.ages, _OLDEST).astype("u1") << 1
@@ -205,7 +246,8 @@ def _packed(sample: Sample) -> bytes:
 
 
 def _packed_images(pairs: list[tuple[Answer, Sample]]) -> bytes:
-    """The places of images in the samples for a rank, with the images that it cannot read itself, each once.
+    """Return the places of images in the samples for a rank, with the images that it cannot read
+    itself, each once.
 
     Empty if no sample has images.
     """
@@ -214,15 +256,21 @@ def _packed_images(pairs: list[tuple[Answer, Sample]]) -> bytes:
     files: dict[str, tuple[bytes, tuple[int, int]]] = {}
     for answer, sample in pairs:
         stored = {image.digest for image in answer.stored_images}
-        files |= {image.digest: (image.data, image.size) for image in sample.images if image.digest not in stored}
+        files |= {
+            image.digest: (image.data, image.size)
+            for image in sample.images
+            if image.digest not in stored
+        }
     places = [([image.digest for image in sample.images], sample.image_spans) for _, sample in pairs]
     return msgspec.msgpack.encode((files, places))
 
 
 def _unpack_images(data: bytes, pairs: list[tuple[Answer, Sample]]) -> None:
-    """Gives the samples from a rank their images. Raises UserError if an image of the data has changed meanwhile.
+    """Give the samples from a rank their images. Raises UserError if an image of the data has
+    changed meanwhile.
 
-    `data` has files by digest with their sizes, and for each sample the digests and places of its images.
+    `data` has files by digest with their sizes, and for each sample the digests and places of its
+    images.
     """
     if not data:
         return
@@ -245,7 +293,9 @@ def _unpacked(data: bytes, length: int, routes: RouteFormat | None) -> Sample:
     ages = (flags >> 1).tolist() if flags.max(initial=0) > 1 else []
     sample = Sample(ids.tolist(), (flags & 1).tolist(), logprobs.tolist(), ages=ages)
     if routes is not None:
-        rows = torch.frombuffer(bytearray(data[_TOKEN_BYTES * length :]) or bytearray(1), dtype=torch.uint8)
+        rows = torch.frombuffer(
+            bytearray(data[_TOKEN_BYTES * length :]) or bytearray(1), dtype=torch.uint8
+        )
         shape = length - 1, len(routes.layers), routes.top_k
         sample.routes = rows[: (length - 1) * routes.row_bytes].view(routes.dtype).view(shape)
     return sample

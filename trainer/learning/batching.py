@@ -1,4 +1,6 @@
-"""Division of samples of unequal length into micro-batches of bounded size, equally many of them on every rank."""
+"""Division of samples of unequal length into micro-batches of bounded size, equally many of them on
+every rank.
+"""
 
 from collections.abc import Callable
 from heapq import heapreplace
@@ -13,21 +15,29 @@ from trainer.learning.prefixes import Prefixes, token_bytes
 from trainer.types import ImagePlace, Layout, MicroBatch, Sample, Trie
 
 TABLE = 4
-"""Most elements of a micro-batch's tables, as a multiple of the token budget. Tables are padded, unlike the model."""
+"""Most elements of a micro-batch's tables, as a multiple of the token budget. Tables are padded,
+unlike the model.
+"""
 
 UNEVEN = 1.1
-"""Most work of a rank, as a multiple of the mean, for which sequences with a common beginning stay together."""
+"""Most work of a rank, as a multiple of the mean, for which sequences with a common beginning stay
+together.
+"""
 
 SHARED_TABLE = 16
-"""As `TABLE`, where common beginnings are computed once: each row of a table has its own copy of them."""
+"""As `TABLE`, where common beginnings are computed once: each row of a table has its own copy of
+them.
+"""
 
 
 def assign_to_ranks(lengths: list[int], ranks: int) -> list[list[int]]:
-    """Spreads sequences so that all ranks have about equally many tokens, or equal loads of any other kind.
+    """Spread sequences so that all ranks have about equally many tokens, or equal loads of any
+    other kind.
 
-    Sequences go, longest first, to the rank with the fewest tokens so far (the lowest number among equals), so every
-    rank that calls this with the same lengths gets the same result. A rank is at most one sequence above the average.
-    Returns for each rank the indices of its sequences, in ascending order; some ranks may have none.
+    Sequences go, longest first, to the rank with the fewest tokens so far (the lowest number among
+    equals), so every rank that calls this with the same lengths gets the same result. A rank is at
+    most one sequence above the average. Returns for each rank the indices of its sequences, in
+    ascending order; some ranks may have none.
     """
     loads = [(0, number) for number in range(ranks)]  # a heap
     assigned: list[list[int]] = [[] for _ in range(ranks)]
@@ -41,10 +51,12 @@ def assign_to_ranks(lengths: list[int], ranks: int) -> list[list[int]]:
 def deal(
     lengths: list[int], worth: Callable[[int], int], ways: int, prefixes: Prefixes | None = None
 ) -> list[list[int]]:
-    """Deals sequences out so that all ranks have about equal work; returns each rank's indices in ascending order.
+    """Deal sequences out so that all ranks have about equal work; return each rank's indices in
+    ascending order.
 
-    `worth` gives the work of a sequence of some length. Each `ways` neighbouring ranks train on the same sequences.
-    With `prefixes`, sequences with a common beginning, whose work is that of their trie, stay together where it can be.
+    `worth` gives the work of a sequence of some length. Each `ways` neighbouring ranks train on the
+    same sequences. With `prefixes`, sequences with a common beginning, whose work is that of their
+    trie, stay together where it can be.
     """
     ranks, works = world_size() // ways, [worth(length) for length in lengths]
     rows = assign_to_ranks(works, ranks)
@@ -53,10 +65,14 @@ def deal(
     return [rows[number // ways] for number in range(world_size())]
 
 
-def _deal_units(prefixes: Prefixes, worth: Callable[[int], int], apart: list[list[int]]) -> list[list[int]]:
-    """Deals units out, and cuts the fullest rank's largest until no rank is more than `UNEVEN` times the mean.
+def _deal_units(
+    prefixes: Prefixes, worth: Callable[[int], int], apart: list[list[int]]
+) -> list[list[int]]:
+    """Deal units out, and cut the fullest rank's largest until no rank is more than `UNEVEN` times
+    the mean.
 
-    Nor may the fullest rank have more work than if sequences were dealt out one by one, as in `apart`.
+    Nor may the fullest rank have more work than if sequences were dealt out one by one, as in
+    `apart`.
     """
 
     def work(rows: list[int]) -> int:
@@ -80,7 +96,9 @@ def _deal_units(prefixes: Prefixes, worth: Callable[[int], int], apart: list[lis
 
 
 class Unit(NamedTuple):
-    """A unit goes to one micro-batch: it is a sequence, or several that have a beginning in common."""
+    """A unit goes to one micro-batch: it is a sequence, or several that have a beginning in
+    common.
+    """
 
     rows: list[int]  # the indices of its sequences
     tokens: int  # the tokens of the budget that it counts
@@ -89,23 +107,28 @@ class Unit(NamedTuple):
 
 
 def pack(lengths: list[int], token_budget: int) -> list[list[int]]:
-    """Groups sequences as `pack_units` does units."""
+    """Group sequences as `pack_units` does units."""
     return pack_units([Unit([i], length, 0, length) for i, length in enumerate(lengths)], token_budget)
 
 
 def pack_units(units: list[Unit], token_budget: int, table: int = TABLE) -> list[list[int]]:
-    """Groups units so that the sum of their tokens is within the budget: first fit, largest first.
+    """Group units so that the sum of their tokens is within the budget: first fit, largest first.
 
-    Tables of rows x longest row are at most `table` times the budget, so that one long sequence and many short ones are
-    not in one group. Where this limit does not matter, there are at most 11/9 of the fewest groups possible (Johnson,
-    1973). A unit larger than the budget is a group by itself.
+    Tables of rows x longest row are at most `table` times the budget, so that one long sequence and
+    many short ones are not in one group. Where this limit does not matter, there are at most 11/9
+    of the fewest groups possible (Johnson, 1973). A unit larger than the budget is a group by
+    itself.
     """
     groups: list[list[int]] = []
     sums: list[tuple[int, int, int]] = []  # of each group: tokens, rows, longest row
     for index in _longest_first([unit.tokens for unit in units]):
         unit = units[index]
         joined = ((t + unit.tokens, r + len(unit.rows), max(w, unit.longest)) for t, r, w in sums)
-        able = (n for n, (t, r, w) in enumerate(joined) if t <= token_budget and r * w <= table * token_budget)
+        able = (
+            n
+            for n, (t, r, w) in enumerate(joined)
+            if t <= token_budget and r * w <= table * token_budget
+        )
         fitting = next(able, len(groups))
         if fitting == len(groups):
             groups.append([])
@@ -117,10 +140,11 @@ def pack_units(units: list[Unit], token_budget: int, table: int = TABLE) -> list
 
 
 def pack_padded(lengths: list[int], token_budget: int) -> list[list[int]]:
-    """Groups sequences of similar length so that rows x longest row stays within the budget, padding included.
+    """Group sequences of similar length so that rows x longest row stays within the budget, padding
+    included.
 
-    Groups are ordered longest first, so that the largest micro-batch, which may run out of memory, comes first. A
-    sequence longer than the budget is a group by itself.
+    Groups are ordered longest first, so that the largest micro-batch, which may run out of memory,
+    comes first. A sequence longer than the budget is a group by itself.
     """
     groups: list[list[int]] = []
     longest = 0
@@ -149,38 +173,42 @@ def micro_batches(
     image_token: float = 0.0,
     shared_min: int | None = None,
 ) -> list[MicroBatch]:
-    """Divides this rank's samples into micro-batches of at most `token_budget` tokens.
+    """Divide this rank's samples into micro-batches of at most `token_budget` tokens.
 
-    Args:
-        samples: the samples of this rank.
-        token_budget: most tokens of a micro-batch.
-        pad_id: the id of padding tokens.
-        device: the device of the micro-batches' tensors.
-        count: number of micro-batches to return, at least as many as the samples need; the rest are zero-weight
-            micro-batches that take part in every collective, forward and backward, and add nothing. None: the largest
-            number that any rank needs, and at least one; the call is then collective.
-        packing: True: the budget is for real tokens, which are laid end to end; False: for padded ones.
-        ways: number of neighbouring ranks with the same samples that share each micro-batch and its budget; 1 if
-            padded.
-        worth: gives the work of a sequence of some length, in which packed micro-batches are made about equal.
-        image_token: number of tokens of the budget that each token of an image counts besides itself (`ModelFlops`).
-            It is multiplied by `ways`, since each rank has all images of a micro-batch that it shares.
-        shared_min: fewest tokens that sequences must have in common for these to be computed, and count, once in a
-            packed micro-batch (`batch.share_prefixes`); None: every sequence is whole.
+    Args: samples: the samples of this rank. token_budget: most tokens of a micro-batch. pad_id: the
+        id of padding tokens. device: the device of the micro-batches' tensors. count: number of
+        micro-batches to return, at least as many as the samples need; the rest are zero-weight
+        micro-batches that take part in every collective, forward and backward, and add nothing.
+        None: the largest number that any rank needs, and at least one; the call is then collective.
+        packing: True: the budget is for real tokens, which are laid end to end; False: for padded
+        ones. ways: number of neighbouring ranks with the same samples that share each micro-batch
+        and its budget; 1 if padded. worth: gives the work of a sequence of some length, in which
+        packed micro-batches are made about equal. image_token: number of tokens of the budget that
+        each token of an image counts besides itself (`ModelFlops`). It is multiplied by `ways`,
+        since each rank has all images of a micro-batch that it shares. shared_min: fewest tokens
+        that sequences must have in common for these to be computed, and count, once in a packed
+        micro-batch (`batch.share_prefixes`); None: every sequence is whole.
     """
     more = image_token * ways
-    lengths = [len(sample.input_ids) + round(more * sum(n for _, n in sample.image_spans)) for sample in samples]
+    lengths = [
+        len(sample.input_ids) + round(more * sum(n for _, n in sample.image_spans)) for sample in samples
+    ]
     units = [Unit([row], length, worth(length), length) for row, length in enumerate(lengths)]
     prefixes, table = None, TABLE
     if shared_min is not None and packing:
         images = any(sample.images for sample in samples)
-        prefixes, table = Prefixes.of([_token_bytes(sample, images) for sample in samples], shared_min), SHARED_TABLE
+        prefixes, table = (
+            Prefixes.of([_token_bytes(sample, images) for sample in samples], shared_min),
+            SHARED_TABLE,
+        )
         units = _shared_units(prefixes, samples, more, token_budget, worth)
     groups = pack_units(units, token_budget, table) if packing else pack_padded(lengths, token_budget)
     if count is None:
         count = max(1, int(all_reduce_max({"micro_batches": len(groups)})["micro_batches"]))
     if count < len(groups):
-        raise ValueError(f"{len(samples)} samples need {len(groups)} micro-batches, but only {count} are allowed")
+        raise ValueError(
+            f"{len(samples)} samples need {len(groups)} micro-batches, but only {count} are allowed"
+        )
     if packing:
         groups = _level(groups, units, token_budget, table, count)
 
@@ -196,7 +224,9 @@ def micro_batches(
 
 
 def _in_common(rows: list[int], prefixes: Prefixes | None) -> tuple[list[int], Trie | None]:
-    """Returns sequences in order with their trie, or as they are with None where they have nothing in common."""
+    """Return sequences in order with their trie, or as they are with None where they have nothing
+    in common.
+    """
     if prefixes is not None:
         ordered = prefixes.sorted(rows)
         nodes, last = prefixes.trie(ordered)
@@ -206,7 +236,9 @@ def _in_common(rows: list[int], prefixes: Prefixes | None) -> tuple[list[int], T
 
 
 def _token_bytes(sample: Sample, images: bool) -> np.ndarray:
-    """Returns what enters the model with a sample's tokens; two sets of experts are equal in any order."""
+    """Return what enters the model with a sample's tokens; two sets of experts are equal in any
+    order.
+    """
     inputs = [] if sample.routes is None else [np.sort(sample.routes.numpy(), axis=2)]
     if images:
         digests = np.zeros((len(sample.input_ids) - 1, 32), dtype="u1")
@@ -217,9 +249,14 @@ def _token_bytes(sample: Sample, images: bool) -> np.ndarray:
 
 
 def _shared_units(
-    prefixes: Prefixes, samples: list[Sample], more: float, token_budget: int, worth: Callable[[int], int]
+    prefixes: Prefixes,
+    samples: list[Sample],
+    more: float,
+    token_budget: int,
+    worth: Callable[[int], int],
 ) -> list[Unit]:
-    """Returns units of sequences with a beginning in common, cut where they exceed the budget or their table would.
+    """Return units of sequences with a beginning in common, cut where they exceed the budget or
+    their table would.
 
     `more` is what a token of an image counts besides itself; each of a unit's images counts once.
     """
@@ -228,7 +265,9 @@ def _shared_units(
         pairs = [zip(samples[row].images, samples[row].image_spans, strict=True) for row in rows]
         images = {image.digest: size for some in pairs for image, (_, size) in some}
         tokens, longest = prefixes.cost(rows), max(len(samples[row].input_ids) for row in rows)
-        return Unit(rows, tokens + round(more * sum(images.values())), prefixes.cost(rows, worth), longest)
+        return Unit(
+            rows, tokens + round(more * sum(images.values())), prefixes.cost(rows, worth), longest
+        )
 
     def fits(rows: list[int]) -> bool:
         unit = unit_of(rows)
@@ -237,8 +276,11 @@ def _shared_units(
     return list(map(unit_of, prefixes.units(fits)))
 
 
-def _level(groups: list[list[int]], units: list[Unit], token_budget: int, table: int, count: int) -> list[list[int]]:
-    """Regroups units into `count` groups of about equal work, largest first, where budget and table allow it.
+def _level(
+    groups: list[list[int]], units: list[Unit], token_budget: int, table: int, count: int
+) -> list[list[int]]:
+    """Regroup units into `count` groups of about equal work, largest first, where budget and table
+    allow it.
 
     Ranks wait for each other in every micro-batch, so it takes as long as the fullest one.
     """
@@ -252,9 +294,16 @@ def _level(groups: list[list[int]], units: list[Unit], token_budget: int, table:
 
 
 def _pad(
-    samples: list[Sample], rows: list[int], pad_id: int, packed: bool, ways: int, trie: Trie | None = None
+    samples: list[Sample],
+    rows: list[int],
+    pad_id: int,
+    packed: bool,
+    ways: int,
+    trie: Trie | None = None,
 ) -> MicroBatch:
-    """Right-pads samples to the longest, and to at least two positions, so that there is always a target column."""
+    """Right-pad samples to the longest, and to at least two positions, so that there is always a
+    target column.
+    """
     lengths = [len(sample.input_ids) for sample in samples]
     width = max(2, *lengths)
 
@@ -265,10 +314,16 @@ def _pad(
         return padded
 
     mask = table([sample.loss_mask for sample in samples], 0.0, torch.float32)[:, 1:].contiguous()
-    logprobs = table([sample.engine_logprobs for sample in samples], 0.0, torch.float32)[:, 1:].contiguous()
+    logprobs = table([sample.engine_logprobs for sample in samples], 0.0, torch.float32)[
+        :, 1:
+    ].contiguous()
     routes = [sample.routes for sample in samples if sample.routes is not None]
     sizes = [max(1, length - 1) if packed else width - 1 for length in lengths]
-    ages = table([sample.ages for sample in samples], 0, torch.uint8)[:, 1:] if any(s.ages for s in samples) else None
+    ages = (
+        table([sample.ages for sample in samples], 0, torch.uint8)[:, 1:]
+        if any(s.ages for s in samples)
+        else None
+    )
     layout = Layout.of(mask, lengths, packed, ways, rank() % ways, trie)
     if routes and trie is not None:
         routes = [routes[node.row][node.begin : node.end] for node in trie[0]]
@@ -291,13 +346,19 @@ def _pad(
 
 
 def _image_places(row: int, sample: Sample) -> list[ImagePlace]:
-    """The places of the images that targets may depend on: those before the last token, which predicts nothing."""
+    """Return the places of the images that targets may depend on: those before the last token,
+    which predicts nothing.
+    """
     last = len(sample.input_ids) - 1
     pairs = zip(sample.images, sample.image_spans, strict=True)
-    return [ImagePlace(image, row, start, size) for image, (start, size) in pairs if start + size <= last]
+    return [
+        ImagePlace(image, row, start, size) for image, (start, size) in pairs if start + size <= last
+    ]
 
 
 def _stretched(routes: Tensor, size: int) -> Tensor:
-    """Rows of routes, followed by padding rows, which go to the first experts."""
-    padding = torch.arange(routes.shape[2]).to(routes.dtype).expand(size - len(routes), *routes.shape[1:])
+    """Return rows of routes, followed by padding rows, which go to the first experts."""
+    padding = (
+        torch.arange(routes.shape[2]).to(routes.dtype).expand(size - len(routes), *routes.shape[1:])
+    )
     return torch.cat([routes, padding])

@@ -1,4 +1,6 @@
-"""Advantages for every token of a step, from rewards and, if the recipe says so, KL and critic or teacher outputs."""
+"""Advantages for every token of a step, from rewards and, if the recipe says so, KL and critic or
+teacher outputs.
+"""
 
 import numpy as np
 import torch
@@ -10,15 +12,26 @@ from trainer.algorithms.records import Advantage
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.schema import TrainConfig
 from trainer.learning import groups
-from trainer.learning.groups import Group, MiniBatch, batch_rows, shaped_rewards, trajectory_turns, turn_rewards
+from trainer.learning.groups import (
+    Group,
+    MiniBatch,
+    batch_rows,
+    shaped_rewards,
+    trajectory_turns,
+    turn_rewards,
+)
 from trainer.types import MicroBatch
 
 
-def assign_credit(minibatches: list[MiniBatch], config: TrainConfig, reward_weights: dict[str, float]) -> None:
-    """Sets the micro-batches' advantages and, for a critic, returns. Collective if KL is in the reward or it whitens.
+def assign_credit(
+    minibatches: list[MiniBatch], config: TrainConfig, reward_weights: dict[str, float]
+) -> None:
+    """Set the micro-batches' advantages and, for a critic, returns. Collective if KL is in the
+    reward or it whitens.
 
-    The micro-batches need `old_logprobs` and `ref_logprobs` if KL is in the reward or the reference is a teacher, and
-    `old_values` if there is a critic. `reward_weights` are the weights of the reward functions, by label.
+    The micro-batches need `old_logprobs` and `ref_logprobs` if KL is in the reward or the reference
+    is a teacher, and `old_values` if there is a critic. `reward_weights` are the weights of the
+    reward functions, by label.
     """
     advantage = config.algorithm.advantage_record
     for minibatch in minibatches:
@@ -31,13 +44,14 @@ def assign_credit(minibatches: list[MiniBatch], config: TrainConfig, reward_weig
 
 
 def has_signal(minibatches: list[MiniBatch]) -> bool:
-    """True if any trainable token of any rank has an advantage other than 0. Collective."""
+    """Return True if any trainable token of any rank has an advantage other than 0. Collective."""
     signal = any(b.trained(b.advantages).any() for minibatch in minibatches for b in minibatch.batches)
     return all_reduce_sum({"signal": float(signal)})["signal"] > 0
 
 
 def _credit_tokens(minibatch: MiniBatch, config: TrainConfig, advantage: Advantage) -> None:
-    """Sets advantages of tokens, from rewards on the tokens that end a turn or the episode, minus KL on every token.
+    """Set advantages of tokens, from rewards on the tokens that end a turn or the episode, minus KL
+    on every token.
 
     The last token of a trajectory has the rewards that its episode gets from there on.
     """
@@ -51,11 +65,21 @@ def _credit_tokens(minibatch: MiniBatch, config: TrainConfig, advantage: Advanta
     table, keys = _stacked(tables) if tables else None, dict(algorithm)
     for batch in minibatch.batches:
         mask = batch.loss_mask
-        data = {"values": batch.old_values, "old_logprobs": batch.old_logprobs, "teacher_logprobs": batch.ref_logprobs}
-        tensors = {name: None if x is None else torch.where(mask.bool(), x, 0.0) for name, x in data.items()}
+        data = {
+            "values": batch.old_values,
+            "old_logprobs": batch.old_logprobs,
+            "teacher_logprobs": batch.ref_logprobs,
+        }
+        tensors = {
+            name: None if x is None else torch.where(mask.bool(), x, 0.0) for name, x in data.items()
+        }
         if table is not None:
             rows, by_turns = batch_rows(table, batch), algorithm.by_turns
-            rewards = advantages.at_turn_ends(rows, mask) if by_turns else advantages.at_sequence_end(rows[:, 0], mask)
+            rewards = (
+                advantages.at_turn_ends(rows, mask)
+                if by_turns
+                else advantages.at_sequence_end(rows[:, 0], mask)
+            )
             tensors["rewards"] = rewards + _kl_penalty(batch, algorithm)
         credit = advantage(keys, mask=mask, **tensors)
         batch.advantages, batch.returns = credit if advantage.takes("values") else (credit, None)
@@ -64,14 +88,20 @@ def _credit_tokens(minibatch: MiniBatch, config: TrainConfig, advantage: Advanta
 def _credit_groups(
     minibatch: MiniBatch, config: TrainConfig, advantage: Advantage, reward_weights: dict[str, float]
 ) -> None:
-    """Sets advantages of episodes relative to their group, the same on all tokens of an episode, or of a turn."""
+    """Set advantages of episodes relative to their group, the same on all tokens of an episode, or
+    of a turn.
+    """
     turns = config.algorithm.by_turns
-    penalties = _kl_penalties(minibatch, config.algorithm).split([len(group) for group in minibatch.groups])
+    penalties = _kl_penalties(minibatch, config.algorithm).split(
+        [len(group) for group in minibatch.groups]
+    )
     table = _stacked(
         [
             trajectory_turns(group, _turn_advantages(group, config, advantage))
             if turns
-            else _for_trajectories(group, _outcome_advantages(group, penalty, config, advantage, reward_weights))
+            else _for_trajectories(
+                group, _outcome_advantages(group, penalty, config, advantage, reward_weights)
+            )
             for group, penalty in zip(minibatch.groups, penalties, strict=True)
         ]
     )
@@ -81,26 +111,36 @@ def _credit_groups(
 
 
 def _outcome_advantages(
-    group: Group, penalties: Tensor, config: TrainConfig, advantage: Advantage, reward_weights: dict[str, float]
+    group: Group,
+    penalties: Tensor,
+    config: TrainConfig,
+    advantage: Advantage,
+    reward_weights: dict[str, float],
 ) -> Tensor:
-    """The advantages of a group's episodes, [G, 1] float32; `penalties` [G] are added to the rewards.
+    """Return the advantages of a group's episodes, [G, 1] float32; `penalties` [G] are added to the
+    rewards.
 
-    If rewards are normalised one by one, the penalty of long answers, minus its mean, is added to the result: its unit
-    is then a reward's standard deviation, so that a token over the margin costs little. As a reward of its own it would
-    be normalised to the size of the other rewards, however small it is.
+    If rewards are normalised one by one, the penalty of long answers, minus its mean, is added to
+    the result: its unit is then a reward's standard deviation, so that a token over the margin
+    costs little. As a reward of its own it would be normalised to the size of the other rewards,
+    however small it is.
     """
     if config.algorithm.rewards_apart:
         rewards, weights = groups.reward_components(group, reward_weights, config.reward.error_reward)
         relative = advantages.normalize_then_sum(rewards.unsqueeze(1), weights)
         return (relative + advantages.centred(groups.overlong_penalty(group, config).unsqueeze(0))).T
-    return advantage(dict(config.algorithm), rewards=(shaped_rewards(group, config) + penalties).unsqueeze(0)).T
+    return advantage(
+        dict(config.algorithm), rewards=(shaped_rewards(group, config) + penalties).unsqueeze(0)
+    ).T
 
 
 def _turn_advantages(group: Group, config: TrainConfig, advantage: Advantage) -> Tensor:
-    """The advantages of a group's turns, [G, K] float32: each turn's return relative to that turn of other episodes.
+    """Return the advantages of a group's turns, [G, K] float32: each turn's return relative to that
+    turn of other episodes.
 
-    An episode's turns are those of its trajectories, end to end: its third turn is compared with the third turns of the
-    others, whichever trajectory they are in, because the length of the rest of the episode counts.
+    An episode's turns are those of its trajectories, end to end: its third turn is compared with
+    the third turns of the others, whichever trajectory they are in, because the length of the rest
+    of the episode counts.
     """
     rewards, taken = turn_rewards(group, shaped_rewards(group, config))
     to_go = advantages.returns_to_go(rewards, taken, config.algorithm.gamma)
@@ -109,7 +149,7 @@ def _turn_advantages(group: Group, config: TrainConfig, advantage: Advantage) ->
 
 
 def _kl_penalty(batch: MicroBatch, algorithm: AlgorithmConfig) -> Tensor:
-    """KL's share of each token's reward, [B, T-1]; zeros if KL is not in the reward."""
+    """Return KL's share of each token's reward, [B, T-1]; zeros if KL is not in the reward."""
     if not algorithm.kl_in_reward:
         return torch.zeros_like(batch.loss_mask)
     assert batch.old_logprobs is not None and batch.ref_logprobs is not None
@@ -119,7 +159,9 @@ def _kl_penalty(batch: MicroBatch, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def _kl_penalties(minibatch: MiniBatch, algorithm: AlgorithmConfig) -> Tensor:
-    """KL's share of each episode's reward, [E] over all ranks. Collective if KL is in the reward."""
+    """Return KL's share of each episode's reward, [E] over all ranks. Collective if KL is in the
+    reward.
+    """
     sizes = [len(episode) for group in minibatch.groups for episode in group]
     if not algorithm.kl_in_reward:
         return torch.zeros(len(sizes))
@@ -135,21 +177,30 @@ def _kl_penalties(minibatch: MiniBatch, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def _whiten(batches: list[MicroBatch]) -> None:
-    """Normalises advantages by the mean and the standard deviation over the whole step. Collective."""
-    # Every micro-batch is counted by all ranks that share it, equally often, which changes neither mean nor deviation.
-    total = sum((advantages.moments(b.advantages, b.loss_mask).cpu() for b in batches), torch.zeros(3).double())
+    """Normalise advantages by the mean and the standard deviation over the whole step.
+    Collective.
+    """
+    # Every micro-batch is counted by all ranks that share it, equally often, which changes neither
+    # mean nor deviation.
+    total = sum(
+        (advantages.moments(b.advantages, b.loss_mask).cpu() for b in batches), torch.zeros(3).double()
+    )
     summed = all_reduce_sum(dict(zip(("count", "sum", "squares"), total.tolist(), strict=True)))
     total = torch.tensor(list(summed.values()), dtype=torch.float64)
     for batch in batches:
-        batch.advantages = advantages.whiten(batch.advantages, batch.loss_mask, total.to(batch.advantages.device))
+        batch.advantages = advantages.whiten(
+            batch.advantages, batch.loss_mask, total.to(batch.advantages.device)
+        )
 
 
 def _for_trajectories(group: Group, table: Tensor) -> Tensor:
-    """Expands a table [G, K] of episodes to rows [N, K] of their trajectories, each with the row of its episode."""
+    """Expand a table [G, K] of episodes to rows [N, K] of their trajectories, each with the row of
+    its episode.
+    """
     return table.repeat_interleave(torch.tensor([len(episode) for episode in group]), dim=0)
 
 
 def _stacked(tables: list[Tensor]) -> Tensor:
-    """Stacks the tables [G, K] of several groups, padded with zeros to the width of the widest."""
+    """Stack the tables [G, K] of several groups, padded with zeros to the width of the widest."""
     width = max((table.shape[1] for table in tables), default=1)
     return torch.cat([torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in tables])

@@ -1,4 +1,6 @@
-"""Groups of episodes by prompt, their shaped rewards, and the batches that each optimizer step and rank trains on."""
+"""Groups of episodes by prompt, their shaped rewards, and the batches that each optimizer step and
+rank trains on.
+"""
 
 import math
 from collections import defaultdict
@@ -23,21 +25,25 @@ from trainer.learning.routes import checked_routes
 from trainer.types import MicroBatch, RouteFormat, Sample
 
 Episode = list[Answer]
-"""The trajectories of one sample of its group, which counts once, however many they are, wherever samples are compared.
+"""The trajectories of one sample of its group, which counts once, however many they are, wherever
+samples are compared.
 
-Its reward, and the parts of it, are those of its last trajectory, which has the final answer. Rewards of earlier
-trajectories are ignored, since they are either the same or judge an answer that was not the last. SkyRL's step-wise
-training does the same. Its turns and its tokens are those of all its trajectories, end to end.
+Its reward, and the parts of it, are those of its last trajectory, which has the final answer.
+Rewards of earlier trajectories are ignored, since they are either the same or judge an answer that
+was not the last. SkyRL's step-wise training does the same. Its turns and its tokens are those of
+all its trajectories, end to end.
 """
 Group = list[Episode]
 """The episodes of one prompt that can be trained on."""
 
 
 def make_groups(answers: list[Answer]) -> list[Group]:
-    """Groups episodes by prompt, in the order of prompts. Failed episodes are left out before any mean is taken.
+    """Group episodes by prompt, in the order of prompts. Failed episodes are left out before any
+    mean is taken.
 
-    An episode has failed if any of its trajectories has, since the others belong to the same failure. Episodes whose
-    last answer nothing has judged, since all reward functions abstained from it, are left out as well.
+    An episode has failed if any of its trajectories has, since the others belong to the same
+    failure. Episodes whose last answer nothing has judged, since all reward functions abstained
+    from it, are left out as well.
     """
     groups: dict[int, Group] = defaultdict(list)
     for episode in by_episode(answers):
@@ -48,26 +54,36 @@ def make_groups(answers: list[Answer]) -> list[Group]:
 
 
 def informative(group: Group) -> bool:
-    """True if a group's rewards, unshaped, differ in total or in a turn: DAPO (arXiv:2503.14476), equation 11."""
-    rewards = [(episode[-1].reward, [reward for t in episode for reward in t.turn_rewards]) for episode in group]
+    """Return True if a group's rewards, unshaped, differ in total or in a turn: DAPO
+    (arXiv:2503.14476), equation 11.
+    """
+    rewards = [
+        (episode[-1].reward, [reward for t in episode for reward in t.turn_rewards]) for episode in group
+    ]
     return any(other != rewards[0] for other in rewards)
 
 
 def shaped_rewards(group: Group, config: TrainConfig) -> Tensor:
-    """Rewards [G] float32, divided by length and reduced by the penalty of long answers, if the recipe says so."""
+    """Return rewards [G] float32, divided by length and reduced by the penalty of long answers, if
+    the recipe says so.
+    """
     rewards = torch.tensor([episode[-1].reward for episode in group])
     algorithm = config.algorithm
     if algorithm.length_strength:
         _refuse_negative(group, "length_strength")
         lengths = torch.tensor([float(sum(t.sampled for t in episode)) for episode in group])
-        rewards = length_normalized(rewards.unsqueeze(0), lengths.unsqueeze(0), algorithm.length_strength)[0]
+        rewards = length_normalized(
+            rewards.unsqueeze(0), lengths.unsqueeze(0), algorithm.length_strength
+        )[0]
     if algorithm.advantage_record.nonnegative:
         _refuse_negative(group, f"advantage: {algorithm.advantage}")
     return rewards + overlong_penalty(group, config)
 
 
 def overlong_penalty(group: Group, config: TrainConfig) -> Tensor:
-    """The `soft_overlong_penalty` [G] of each episode's longest trajectory; zeros if the recipe has none."""
+    """Return the `soft_overlong_penalty` [G] of each episode's longest trajectory; zeros if the
+    recipe has none.
+    """
     margin = config.algorithm.overlong_margin
     if margin is None:
         return torch.zeros(len(group))
@@ -77,11 +93,12 @@ def overlong_penalty(group: Group, config: TrainConfig) -> Tensor:
 
 
 def reward_components(group: Group, weights: dict[str, float], failed: float) -> tuple[Tensor, Tensor]:
-    """The separate rewards [R, G] and their weights [R]: one row per reward function, plus one for the episode's own.
+    """Return the separate rewards [R, G] and their weights [R]: one row per reward function, plus
+    one for the episode's own.
 
-    Shaping by length is excluded. `weights` are those of the functions by label. `failed` is the reward of a function
-    that failed (`reward.error_reward`); NaN stands for one that abstained. If none failed, the weighted sum of the rows
-    without NaN is the reward.
+    Shaping by length is excluded. `weights` are those of the functions by label. `failed` is the
+    reward of a function that failed (`reward.error_reward`); NaN stands for one that abstained. If
+    none failed, the weighted sum of the rows without NaN is the reward.
     """
     last = [episode[-1] for episode in group]
     columns = [[_component(t, label, failed) for t in last] for label in weights]
@@ -90,39 +107,52 @@ def reward_components(group: Group, weights: dict[str, float], failed: float) ->
 
 
 def _component(answer: Answer, label: str, failed: float) -> float:
-    """The reward that a function gave, or `failed` if a function failed on the answer, or NaN if this one abstained."""
+    """Return the reward that a function gave, or `failed` if a function failed on the answer, or
+    NaN if this one abstained.
+    """
     return answer.reward_parts.get(label, failed if answer.misjudged else math.nan)
 
 
 def _scored(answer: Answer, weights: dict[str, float], failed: float) -> float:
-    """The reward functions' part of an answer's reward: their weighted sum, or `failed` if one failed."""
+    """Return the reward functions' part of an answer's reward: their weighted sum, or `failed` if
+    one failed.
+    """
     if answer.misjudged:
         return failed
-    return sum(weight * answer.reward_parts[label] for label, weight in weights.items() if label in answer.reward_parts)
+    return sum(
+        weight * answer.reward_parts[label]
+        for label, weight in weights.items()
+        if label in answer.reward_parts
+    )
 
 
 def turn_rewards(group: Group, totals: Tensor) -> tuple[Tensor, Tensor]:
-    """The rewards of turns, [G, K] float32, and a mask [G, K] that is 1 where the episode has the turn.
+    """Return the rewards of turns, [G, K] float32, and a mask [G, K] that is 1 where the episode
+    has the turn.
 
-    A turn is a run of tokens that the policy sampled. Each turn has its own reward, 0 if it has none; the last turn has
-    the rest of the episode's `totals` [G], which include the rewards of turns.
+    A turn is a run of tokens that the policy sampled. Each turn has its own reward, 0 if it has
+    none; the last turn has the rest of the episode's `totals` [G], which include the rewards of
+    turns.
     """
     counts = [sum(t.runs for t in episode) for episode in group]
     rewards = torch.zeros(len(group), max(1, *counts))
     for row, episode, count, total in zip(rewards, group, counts, totals.tolist(), strict=True):
         if count:
-            first = [reward for t in episode for reward in (t.turn_rewards + [0.0] * t.runs)[: t.runs]][: count - 1]
+            first = [reward for t in episode for reward in (t.turn_rewards + [0.0] * t.runs)[: t.runs]][
+                : count - 1
+            ]
             row[: count - 1] = torch.tensor(first)
             row[count - 1] = total - sum(first)
     return rewards, (torch.arange(rewards.shape[1]) < torch.tensor(counts).unsqueeze(1)).float()
 
 
 def trajectory_turns(group: Group, table: Tensor, later: bool = False) -> Tensor:
-    """Turns a table [G, K] of episodes' turns into rows [N, K] of trajectories, each beginning with its first turn.
+    """Turn a table [G, K] of episodes' turns into rows [N, K] of trajectories, each beginning with
+    its first turn.
 
-    With `later`, a trajectory's last turn also has the sum over the episode's later trajectories, so that the sum over
-    a row from some turn on is the sum over the episode from there on. Columns after a trajectory's last turn have no
-    meaning.
+    With `later`, a trajectory's last turn also has the sum over the episode's later trajectories,
+    so that the sum over a row from some turn on is the sum over the episode from there on. Columns
+    after a trajectory's last turn have no meaning.
     """
     rows = []
     for row, episode in zip(table, group, strict=True):
@@ -139,22 +169,30 @@ def trajectory_turns(group: Group, table: Tensor, later: bool = False) -> Tensor
 def _refuse_negative(group: Group, key: str) -> None:
     worst = min((episode[-1] for episode in group), key=lambda t: t.reward)
     if worst.reward < 0:
-        parts = worst.trajectory.reward_parts if worst.trajectory is not None else f"sampled on rank {worst.rank}"
+        parts = (
+            worst.trajectory.reward_parts
+            if worst.trajectory is not None
+            else f"sampled on rank {worst.rank}"
+        )
         raise UserError(
             f"algorithm.{key} needs rewards of at least 0, but an answer got {worst.reward:g} "
-            f"({parts or 'from its episode'}): shift the rewards, or leave algorithm.{key.partition(':')[0]} out"
+            f"({parts or 'from its episode'}): shift the rewards, or leave "
+            f"algorithm.{key.partition(':')[0]} out"
         )
 
 
 @dataclass
 class MiniBatch:
-    """The data of one optimizer step: its groups, the same on all ranks, and this rank's share in micro-batches."""
+    """The data of one optimizer step: its groups, the same on all ranks, and this rank's share in
+    micro-batches.
+    """
 
     groups: list[Group]
     batches: list[MicroBatch]  # their `rows` are positions in the groups' N trajectories, end to end
     tokens: int  # number of trainable tokens, over all ranks
     sequences: int  # number of sequences with a trainable token, over all ranks
-    shares: list[list[int]] = field(default_factory=list)  # the positions that each rank trains on, ascending
+    # The positions that each rank trains on, ascending
+    shares: list[list[int]] = field(default_factory=list)
 
 
 def prepare(
@@ -167,14 +205,15 @@ def prepare(
     worth: Callable[[int], int] = lambda length: length,  # the work of a sequence by its length
     image_token: float = 0.0,  # see `micro_batches`
 ) -> list[MiniBatch]:
-    """Deals each portion's trajectories out to ranks and divides this rank's into micro-batches. Collective.
+    """Deal each portion's trajectories out to ranks and divide this rank's into micro-batches.
+    Collective.
 
-    `version` is the policy's current version, if answers may have tokens of earlier ones. With `routes`, samples have
-    the engine's routes.
+    `version` is the policy's current version, if answers may have tokens of earlier ones. With
+    `routes`, samples have the engine's routes.
 
-    Counts are those of the masks that are trained on, which exclude filtered answers. Tokens that are left out later,
-    since engine and trainer disagree on them or their entropy is low, get a loss of 0 and stay in the counts, as in the
-    papers.
+    Counts are those of the masks that are trained on, which exclude filtered answers. Tokens that
+    are left out later, since engine and trainer disagree on them or their entropy is low, get a
+    loss of 0 and stay in the counts, as in the papers.
     """
     answers = [[t for group in groups for episode in group for t in episode] for groups in portions]
     shares = [deal_answers(portion, config, worth) for portion in answers]
@@ -191,8 +230,12 @@ def prepare(
     return minibatches
 
 
-def deal_answers(answers: list[Answer], config: TrainConfig, worth: Callable[[int], int]) -> list[list[int]]:
-    """The positions of the answers that each rank trains on, ascending (`deal`). Collective."""
+def deal_answers(
+    answers: list[Answer], config: TrainConfig, worth: Callable[[int], int]
+) -> list[list[int]]:
+    """Return the positions of the answers that each rank trains on, ascending (`deal`).
+    Collective.
+    """
     least = config.batch.shared_min
     prefixes = None if least is None else Prefixes.of_answers(answers, least)
     return deal([answer.length for answer in answers], worth, config.policy.sequence_parallel, prefixes)
@@ -206,7 +249,9 @@ def make_batches(
     worth: Callable[[int], int],
     image_token: float,
 ) -> list[MicroBatch]:
-    """Divides this rank's samples into micro-batches as the recipe says (`micro_batches`). Collective."""
+    """Divide this rank's samples into micro-batches as the recipe says (`micro_batches`).
+    Collective.
+    """
     batch, ways = config.batch, config.policy.sequence_parallel
     sizes = batch.tokens_per_micro_batch, pad_id, device, None, batch.packing, ways
     return micro_batches(samples, *sizes, worth, image_token, batch.shared_min)
@@ -219,10 +264,12 @@ def to_sample(
     version: int | None = None,
     mask_old: bool = False,
 ) -> Sample:
-    """Joins prompt and response of a trajectory in one sequence; mask and log-probabilities are 0 on the prompt.
+    """Join prompt and response of a trajectory in one sequence; mask and log-probabilities are 0 on
+    the prompt.
 
-    With `overlong_filter`, the mask of an answer that was cut off is 0 throughout; with `mask_old`, it is 0 on tokens
-    sampled before the policy had `version`. With `routes`, the sample has the engine's routes (`checked_routes`).
+    With `overlong_filter`, the mask of an answer that was cut off is 0 throughout; with `mask_old`,
+    it is 0 on tokens sampled before the policy had `version`. With `routes`, the sample has the
+    engine's routes (`checked_routes`).
     """
     prompt, cut = len(trajectory.prompt_ids), overlong_filter and trajectory.finish_reason == "length"
     masked = len(trajectory.loss_mask) if cut else old_tokens(trajectory, version) if mask_old else 0
@@ -239,13 +286,17 @@ def to_sample(
 
 
 def split(groups: list[Group], parts: int) -> list[list[Group]]:
-    """Splits groups into `parts` consecutive portions whose sizes differ by at most one, none of which is empty."""
+    """Split groups into `parts` consecutive portions whose sizes differ by at most one, none of
+    which is empty.
+    """
     bounds = [len(groups) * part // parts for part in range(parts + 1)]
     return [groups[start:end] for start, end in pairwise(bounds) if start < end]
 
 
 def batch_rows(table: Tensor, batch: MicroBatch) -> Tensor:
-    """The rows [B, K] of a micro-batch in a table [N, K] over all trajectories; zeros for a zero-weight one."""
+    """Return the rows [B, K] of a micro-batch in a table [N, K] over all trajectories; zeros for a
+    zero-weight one.
+    """
     if not batch.rows:
         return torch.zeros(len(batch.lengths), table.shape[1], device=batch.loss_mask.device)
     return table[batch.rows].to(batch.loss_mask)

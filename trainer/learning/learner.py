@@ -14,7 +14,15 @@ from trainer.config.slices import longest_answer
 from trainer.learning.answer_rows import TokenFigures, Watched
 from trainer.learning.answers import Answer, exchange_samples
 from trainer.learning.credit import assign_credit, has_signal
-from trainer.learning.groups import Group, MiniBatch, deal_answers, informative, prepare, split, to_sample
+from trainer.learning.groups import (
+    Group,
+    MiniBatch,
+    deal_answers,
+    informative,
+    prepare,
+    split,
+    to_sample,
+)
 from trainer.learning.metrics import (
     Metrics,
     critic_metrics,
@@ -42,13 +50,18 @@ class Learner:
     policy: Policy
     reference: Scorer | None  # the model that KL is measured from, or the teacher
     pad_id: int
-    reward_weights: dict[str, float] = field(default_factory=dict)  # weights of the reward functions, by label
+    # Weights of the reward functions, by label
+    reward_weights: dict[str, float] = field(default_factory=dict)
     critic: Critic | None = None  # a critic with a trunk of its own
-    # collective: waiting or unfinished answers, some of which the policy's current version has sampled
+    # collective: waiting or unfinished answers, some of which the policy's current version has
+    # sampled
     untrained: Callable[[], list[Answer]] = list
-    shortcuts: dict[str, bool] = field(default_factory=dict)  # which of those tried stay (`RunState.shortcuts`)
-    sharing_required: bool = False  # True: the recipe asks for common beginnings, which are not left out then
-    watched: list[Watched] = field(default_factory=list, init=False)  # the latest step's token figures; on rank 0
+    # Which of those tried stay (`RunState.shortcuts`)
+    shortcuts: dict[str, bool] = field(default_factory=dict)
+    # True: the recipe asks for common beginnings, which are not left out then
+    sharing_required: bool = False
+    # The latest step's token figures; on rank 0
+    watched: list[Watched] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         """Compute as an earlier session of the run has decided."""
@@ -57,48 +70,63 @@ class Learner:
         self.config = with_decisions(self.config, self.shortcuts)
 
     def learn(self, answers: list[Answer], groups: list[Group], step: int) -> Metrics:
-        """Trains on the batch of step number `step`, from 1; returns the step's figures, the same on all ranks.
+        """Train on the batch of step number `step`, from 1; return the step's figures, the same on
+        all ranks.
 
         `groups` are the groups of the answers (`make_groups`).
 
-        If all advantages of a step are 0, and its loss has no other term, its gradient is zero: the policy skips the
-        step, since Adam's momentum would move the weights all the same. A critic learns from it. Groups whose tokens
-        are all filtered are not part of any update; if all groups are, no model learns.
+        If all advantages of a step are 0, and its loss has no other term, its gradient is zero: the
+        policy skips the step, since Adam's momentum would move the weights all the same. A critic
+        learns from it. Groups whose tokens are all filtered are not part of any update; if all
+        groups are, no model learns.
 
-        There are as many updates as the recipe asks for, or one per group if fewer groups are left. The figure
-        `updates` counts the policy's updates.
+        There are as many updates as the recipe asks for, or one per group if fewer groups are left.
+        The figure `updates` counts the policy's updates.
         """
         config = self.config
         if config.algorithm.drop_zero_variance:
             groups = [group for group in groups if informative(group)]
         filters, masks = config.algorithm.overlong_filter, config.rollout.old_tokens == "mask"
         version = self.policy.version if config.rollout.ages else None
-        groups = [g for g in groups if any(t.trainable(filters, masks) for episode in g for t in episode)]
+        groups = [
+            g for g in groups if any(t.trainable(filters, masks) for episode in g for t in episode)
+        ]
         self._prove_shortcuts([t for group in groups for episode in group for t in episode])
         config = self.config
         portions = split(groups, config.batch.updates_per_step)
         routes, sizes = engine_routes(config, self.policy), self.policy.work.of
         device, worth = self.policy.device, sizes.tokens_worth
-        minibatches = prepare(portions, config, self.pad_id, device, routes, version, worth, sizes.image_token)
+        minibatches = prepare(
+            portions, config, self.pad_id, device, routes, version, worth, sizes.image_token
+        )
         metrics: Metrics = {}
         if (least := config.batch.shared_min) is not None:
             metrics |= share_metrics(minibatches, least)
         self._score_before(minibatches)
         assign_credit(minibatches, config, self.reward_weights)
         algorithm = config.algorithm
-        pulled = algorithm.kl_in_loss or algorithm.entropy_coef > 0 or algorithm.balance_coef > 0 or self._shared_critic
+        pulled = (
+            algorithm.kl_in_loss
+            or algorithm.entropy_coef > 0
+            or algorithm.balance_coef > 0
+            or self._shared_critic
+        )
         signal = bool(minibatches) and (has_signal(minibatches) or pulled)
         metrics |= {"no_signal_steps": float(not signal), "skipped_steps": 0.0, "updates": 0.0}
         gap: Metrics = {}
         self.watched = []
-        if not (signal and any(t.sampled > t.old for group in groups for episode in group for t in episode)):
+        if not (
+            signal and any(t.sampled > t.old for group in groups for episode in group for t in episode)
+        ):
             waiting = [] if version is None else self.untrained()
             gap = gap_without_update([*answers, *waiting], self.policy, config, self.pad_id, version)
         if signal:
             metrics |= self._update_policy(minibatches, step)
         if self.critic is not None and minibatches:
             passes = self._passes(minibatches, step)
-            updates = [self.critic.update(m.batches, CriticLoss(algorithm, m), place) for m, place in passes]
+            updates = [
+                self.critic.update(m.batches, CriticLoss(algorithm, m), place) for m, place in passes
+            ]
             metrics |= critic_metrics(updates)
         metrics |= gap
         if self.policy.routing is not None:
@@ -106,7 +134,9 @@ class Learner:
         return metrics
 
     def _prove_shortcuts(self, answers: list[Answer]) -> None:
-        """Try shortcuts that no earlier step has tried, on some of these answers, and go on as decided. Collective."""
+        """Try shortcuts that no earlier step has tried, on some of these answers, and go on as
+        decided. Collective.
+        """
         shortcuts = undecided(self.config, self.policy, self.shortcuts)
         if not shortcuts:
             return
@@ -116,20 +146,34 @@ class Learner:
         routes = engine_routes(self.config, self.policy)
         [samples] = exchange_samples([answers], [few], partial(to_sample, routes=routes), routes)
         self.shortcuts |= try_shortcuts(
-            shortcuts, samples, self.config, self.policy, self.pad_id, sharing_required=self.sharing_required
+            shortcuts,
+            samples,
+            self.config,
+            self.policy,
+            self.pad_id,
+            sharing_required=self.sharing_required,
         )
         self.config = with_decisions(self.config, self.shortcuts)
 
     @property
     def _shared_critic(self) -> bool:
-        """True if the critic shares the policy's trunk, so that the policy's outputs have values."""
+        """True if the critic shares the policy's trunk, so that the policy's outputs have
+        values.
+        """
         return self.config.algorithm.advantage_record.takes("values") and self.critic is None
 
     def _score_before(self, minibatches: list[MiniBatch]) -> None:
-        """Computes log-probabilities and values from before the step's first update, if they are needed."""
+        """Compute log-probabilities and values from before the step's first update, if they are
+        needed.
+        """
         algorithm, temperature = self.config.algorithm, self.config.sampling.temperature
-        for_credit = algorithm.advantage_record.takes("old_logprobs") or algorithm.kl_in_reward or self._shared_critic
-        # With a single update, its own forward pass gives the same log-probabilities: nothing has changed yet.
+        for_credit = (
+            algorithm.advantage_record.takes("old_logprobs")
+            or algorithm.kl_in_reward
+            or self._shared_critic
+        )
+        # With a single update, its own forward pass gives the same log-probabilities: nothing has
+        # changed yet.
         several = len(minibatches) * algorithm.num_iterations > 1
         for_balance = algorithm.balance_coef > 0 and self.config.model.routes == "recorded"
         if several or for_credit or for_balance or algorithm.high_entropy_share < 1:
@@ -141,7 +185,8 @@ class Learner:
                 if algorithm.high_entropy_share < 1:
                     mark_high_entropy(batches, outputs, algorithm.high_entropy_share)
         batches = [batch for minibatch in minibatches for batch in minibatch.batches]
-        if self.reference is not None:  # once a step, since its weights may have to come from host memory
+        if self.reference is not None:
+            # once a step, since its weights may have to come from host memory
             for batch, ref in zip(batches, self.reference.score(batches, temperature), strict=True):
                 batch.ref_logprobs = ref.logprobs
         if self.critic is not None:
@@ -159,7 +204,9 @@ class Learner:
             routing.take_counts()  # drops the counts of passes before the first update
         figures = TokenFigures(self.config.tracking.tokens_per_step, minibatches)
         for minibatch, place in self._passes(minibatches, step):
-            loss = PolicyLoss(algorithm, minibatch, longest, figures if minibatch is minibatches[0] else None)
+            loss = PolicyLoss(
+                algorithm, minibatch, longest, figures if minibatch is minibatches[0] else None
+            )
             if algorithm.balance_coef and routing is not None:
                 loads = sum_counts(loads_of(minibatch.batches, routing.format))
                 routing.pull = balance(loads, routing.format, algorithm.balance_coef)
@@ -174,19 +221,25 @@ class Learner:
         return update_metrics(updates) | engine_gap(gaps, algorithm) | stale
 
     def _passes(self, minibatches: list[MiniBatch], step: int) -> list[tuple[MiniBatch, float]]:
-        """The batch of each update of a step, with its progress in the run (`learning_rate_factor`)."""
+        """Return the batch of each update of a step, with its progress in the run
+        (`learning_rate_factor`).
+        """
         order = minibatches * self.config.algorithm.num_iterations
         asked = updates_asked(self.config)
-        return [(batch, (step - 1) * asked + done * asked / len(order)) for done, batch in enumerate(order)]
+        return [
+            (batch, (step - 1) * asked + done * asked / len(order)) for done, batch in enumerate(order)
+        ]
 
 
 def updates_asked(config: TrainConfig) -> int:
-    """The number of updates in a step in which no group is left out."""
+    """Return the number of updates in a step in which no group is left out."""
     return config.batch.updates_per_step * config.algorithm.num_iterations
 
 
 def mark_high_entropy(batches: list[MicroBatch], outputs: list[Outputs], share: float) -> None:
-    """Marks the tokens of highest entropy among all tokens of an optimizer step, over all ranks. Collective."""
+    """Mark the tokens of highest entropy among all tokens of an optimizer step, over all ranks.
+    Collective.
+    """
     entropies = torch.cat([batch.trained(o.entropy) for batch, o in zip(batches, outputs, strict=True)])
     count, nth_smallest = over_ranks(entropies)
     threshold = entropy_threshold(count, nth_smallest, share)

@@ -1,4 +1,6 @@
-"""A step's figures: those of its trajectories, of its updates, and of the gap between trainer and engine."""
+"""A step's figures: those of its trajectories, of its updates, and of the gap between trainer and
+engine.
+"""
 
 import math
 import os
@@ -32,14 +34,17 @@ GAP_ANSWERS = 32
 """The number of answers whose gap is measured in a step without an update."""
 
 FLOAT32_SHARE = 0.02
-"""The share of `sync.first_gap_limit` that holds in float32, where a faulty pack may move answers by few millinats."""
+"""The share of `sync.first_gap_limit` that holds in float32, where a faulty pack may move answers
+by few millinats.
+"""
 
 
 def over_ranks(values: Tensor) -> tuple[int, Callable[[int], float]]:
-    """Counts the values [N] of all ranks, and makes a collective function that returns the n-th smallest, n from 0.
+    """Count the values [N] of all ranks, and make a collective function that returns the n-th
+    smallest, n from 0.
 
-    NaN counts as larger than all numbers. The function is exact: it sums histograms of the values' bits over ranks,
-    from the highest bits to the lowest.
+    NaN counts as larger than all numbers. The function is exact: it sums histograms of the values'
+    bits over ranks, from the highest bits to the lowest.
     """
     bits = values.double().cpu().view(torch.int64)
     ordered = bits ^ ((bits >> 63) & _ALL_BUT_SIGN)  # integers in the order of the numbers
@@ -67,14 +72,18 @@ _DIGITS = ((53, 11), (42, 11), (31, 11), (20, 11), (9, 11), (0, 9))
 
 
 def engine_gap(gaps: list[tuple[Tensor, Tensor]], config: AlgorithmConfig) -> Metrics:
-    """Metrics of the gap between the log-probabilities of trainer and engine on a step's trainable tokens. Collective.
+    """Return metrics of the gap between the log-probabilities of trainer and engine on a step's
+    trainable tokens. Collective.
 
-    `gaps` are `PolicyLoss.gaps`. gap/mean, gap/p95 (nearest rank) and gap/max are of absolute differences in nats.
-    gap/outside_clip is the share of tokens whose ratio is outside the clip band before any training: the loss's band if
-    its ratios are of single tokens, else 0.8 to 1.28. Empty without tokens, since a gap that was not measured is not
-    0.
+    `gaps` are `PolicyLoss.gaps`. gap/mean, gap/p95 (nearest rank) and gap/max are of absolute
+    differences in nats. gap/outside_clip is the share of tokens whose ratio is outside the clip
+    band before any training: the loss's band if its ratios are of single tokens, else 0.8 to 1.28.
+    Empty without tokens, since a gap that was not measured is not 0.
     """
-    pairs = [torch.cat([pair[i].float() for pair in gaps]).cpu().double() if gaps else torch.empty(0) for i in (0, 1)]
+    pairs = [
+        torch.cat([pair[i].float() for pair in gaps]).cpu().double() if gaps else torch.empty(0)
+        for i in (0, 1)
+    ]
     by_token = config.loss_record.band and not LEVELS[config.ratio_level].by_answer
     low, high = (config.clip_low, config.clip_high) if by_token else (0.2, 0.28)
     assert low is not None and high is not None
@@ -94,10 +103,12 @@ def engine_gap(gaps: list[tuple[Tensor, Tensor]], config: AlgorithmConfig) -> Me
 
 
 def check_first_gap(metrics: Metrics, config: TrainConfig) -> None:
-    """Raises UserError if the gap's mean is above `sync.first_gap_limit`, or in float32 above a fiftieth of it.
+    """Raise UserError if the gap's mean is above `sync.first_gap_limit`, or in float32 above a
+    fiftieth of it.
 
-    It is for a run's first measured gap: weights can be equal, and verified, while one of the two computes with them
-    otherwise than the model was made. By default, rounding makes less than a tenth of the limit.
+    It is for a run's first measured gap: weights can be equal, and verified, while one of the two
+    computes with them otherwise than the model was made. By default, rounding makes less than a
+    tenth of the limit.
     """
     gap, limit, engine = metrics.get("gap/mean"), config.sync.first_gap_limit, config.engine
     if gap is None or limit is None:
@@ -113,13 +124,16 @@ def check_first_gap(metrics: Metrics, config: TrainConfig) -> None:
     trials = ", ".join(_gap_trials(config))
     raise UserError(
         f"trainer and engine are {gap:.2g} nats apart on average in the first step, more than {whose}, "
-        f"so one of them does not compute this model as it was made: try {trials or 'another model'}, each by itself; "
-        "if the gap is meant to be, as with logits processors, set sync.first_gap_limit to null"
+        f"so one of them does not compute this model as it was made: try {trials or 'another model'}, "
+        "each by itself; if the gap is meant to be, as with logits processors, set "
+        "sync.first_gap_limit to null"
     )
 
 
 def _gap_trials(config: TrainConfig) -> Iterator[str]:
-    """Yield the settings that may close the gap between trainer and engine, without those that are set already."""
+    """Yield the settings that may close the gap between trainer and engine, without those that are
+    set already.
+    """
     engine, on_cpu = config.engine, resolve_device(config) == "cpu"
     if (engine.dtype or config.policy.dtype) != "float32":
         yield "engine.dtype float32"
@@ -138,9 +152,11 @@ def _gap_trials(config: TrainConfig) -> Iterator[str]:
 def gap_without_update(
     answers: list[Answer], policy: Policy, config: TrainConfig, pad_id: int, version: int | None = None
 ) -> Metrics:
-    """`engine_gap` of a step without an update, measured on `GAP_ANSWERS` answers spread over the step. Collective.
+    """Return `engine_gap` of a step without an update, measured on `GAP_ANSWERS` answers spread
+    over the step. Collective.
 
-    Answers of every length take part. Empty if no answer was sampled. With a `version`, only its tokens count.
+    Answers of every length take part. Empty if no answer was sampled. With a `version`, only its
+    tokens count.
     """
     sampled = [t for t in answers if not t.error and t.sampled > t.old]
     chosen = sampled[:: max(1, math.ceil(len(sampled) / GAP_ANSWERS))]
@@ -149,25 +165,33 @@ def gap_without_update(
     sizes = policy.work.of
     shares = deal_answers(chosen, config, sizes.tokens_worth)
     routes = engine_routes(config, policy)
-    [samples] = exchange_samples([chosen], [shares], partial(to_sample, routes=routes, version=version), routes)
+    [samples] = exchange_samples(
+        [chosen], [shares], partial(to_sample, routes=routes, version=version), routes
+    )
     batches = make_batches(samples, config, pad_id, policy.device, sizes.tokens_worth, sizes.image_token)
     outputs = policy.score(batches, config.sampling.temperature)
-    gaps = [split_by_age(batch, output.logprobs)[0] for output, batch in zip(outputs, batches, strict=True)]
+    gaps = [
+        split_by_age(batch, output.logprobs)[0] for output, batch in zip(outputs, batches, strict=True)
+    ]
     return engine_gap(gaps, config.algorithm)
 
 
 def share_metrics(minibatches: list[MiniBatch], least: int) -> Metrics:
-    """Metrics of what a step's micro-batches compute once for several sequences. Collective.
+    """Return metrics of what a step's micro-batches compute once for several sequences. Collective.
 
     - share/tokens: tokens that are computed, over the tokens of all sequences;
     - share/nodes: number of stretches of tokens that are computed as one;
-    - share/split_groups: groups whose answers are in several micro-batches, each of which computes the prompt;
-    - share/lost_to_routes: tokens that are computed again only since a mixture routes them differently.
+    - share/split_groups: groups whose answers are in several micro-batches, each of which computes
+      the prompt;
+    - share/lost_to_routes: tokens that are computed again only since a mixture routes them
+      differently.
     """
     sums = dict.fromkeys(("computed", "logical", "nodes", "lost"), 0.0)
     split = 0
     for minibatch in minibatches:
-        group_of = [number for number, group in enumerate(minibatch.groups) for episode in group for _ in episode]
+        group_of = [
+            number for number, group in enumerate(minibatch.groups) for episode in group for _ in episode
+        ]
         pieces = torch.zeros(len(minibatch.groups), dtype=torch.int64)
         for batch in (batch for batch in minibatch.batches if batch.counts and batch.rows):
             pieces[sorted({group_of[row] for row in batch.rows})] += 1
@@ -177,7 +201,9 @@ def share_metrics(minibatches: list[MiniBatch], least: int) -> Metrics:
             sums["logical"] += sum(pack.lengths) if pack.tree is None else pack.tree.logical_tokens
             sums["nodes"] += len(pack.lengths)
             if batch.routes is not None:
-                rows = [ids[:size] for ids, size in zip(batch.input_ids.tolist(), batch.lengths, strict=True)]
+                rows = [
+                    ids[:size] for ids, size in zip(batch.input_ids.tolist(), batch.lengths, strict=True)
+                ]
                 same = Prefixes.of(list(map(token_bytes, rows)), least)
                 sums["lost"] += sum(pack.lengths) - same.cost(same.sorted(range(len(rows))))
         split += int((sum_counts(pieces) > 1).sum())
@@ -191,10 +217,11 @@ def share_metrics(minibatches: list[MiniBatch], least: int) -> Metrics:
 
 
 def stale_metrics(old: list[tuple[Tensor, Tensor, Tensor]]) -> Metrics:
-    """Mean distance (nats) of the policy from the earlier versions that sampled trained tokens. Collective.
+    """Mean distance (nats) of the policy from the earlier versions that sampled trained tokens.
+    Collective.
 
-    `old` is `PolicyLoss.old`. stale/log_ratio is over all such tokens, stale/log_ratio_N over those that are N updates
-    old. Empty if there are none.
+    `old` is `PolicyLoss.old`. stale/log_ratio is over all such tokens, stale/log_ratio_N over those
+    that are N updates old. Empty if there are none.
     """
     local: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for trainer, engine, ages in old:
@@ -203,14 +230,20 @@ def stale_metrics(old: list[tuple[Tensor, Tensor, Tensor]]) -> Metrics:
             part = distances[ages == age]
             local[age] = [local[age][0] + part.sum().item(), local[age][1] + len(part)]
     sums: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for age, distance, tokens in (row for rows in exchange([[a, *sums] for a, sums in local.items()]) for row in rows):
+    for age, distance, tokens in (
+        row for rows in exchange([[a, *sums] for a, sums in local.items()]) for row in rows
+    ):
         for number in (0, age):  # 0: of any age
             sums[number] = [sums[number][0] + distance, sums[number][1] + tokens]
-    return {f"stale/log_ratio{f'_{age}' * (age > 0)}": sums[age][0] / sums[age][1] for age in sorted(sums)}
+    return {
+        f"stale/log_ratio{f'_{age}' * (age > 0)}": sums[age][0] / sums[age][1] for age in sorted(sums)
+    }
 
 
 def update_metrics(updates: list[UpdateStats]) -> Metrics:
-    """Metrics of a step's policy updates: means over updates, or over tokens for sums of loss functions."""
+    """Return metrics of a step's policy updates: means over updates, or over tokens for sums of
+    loss functions.
+    """
     sums = summed(updates)
 
     def per_token(key: str) -> float:
@@ -234,7 +267,7 @@ def update_metrics(updates: list[UpdateStats]) -> Metrics:
 
 
 def critic_metrics(updates: list[UpdateStats]) -> Metrics:
-    """Metrics of the updates of a critic with a trunk of its own."""
+    """Return metrics of the updates of a critic with a trunk of its own."""
     return value_metrics(summed(updates)) | {
         "value/grad_norm": sum(u.grad_norm for u in updates) / len(updates),
         "value/skipped": float(sum(u.skipped for u in updates)),
@@ -242,10 +275,11 @@ def critic_metrics(updates: list[UpdateStats]) -> Metrics:
 
 
 def value_metrics(sums: Metrics) -> Metrics:
-    """Metrics of a step's values, from the sums of `CriticLoss`; empty without a critic.
+    """Return metrics of a step's values, from the sums of `CriticLoss`; empty without a critic.
 
-    value/loss, value/clip_fraction and value/return are means over tokens. value/explained is the share of the returns'
-    variance that the values from before the step explain, 1 - Var(return - value) / Var(return), at most 1.
+    value/loss, value/clip_fraction and value/return are means over tokens. value/explained is the
+    share of the returns' variance that the values from before the step explain, 1 - Var(return -
+    value) / Var(return), at most 1.
     """
     tokens = sums.get("value/tokens", 0.0)
     if not tokens:
@@ -261,16 +295,16 @@ def value_metrics(sums: Metrics) -> Metrics:
 
 
 def summed(updates: list[UpdateStats]) -> Metrics:
-    """Adds up over updates the sums that loss functions returned."""
+    """Add up over updates the sums that loss functions returned."""
     keys = {key for update in updates for key in update.sums}
     return {key: sum(update.sums.get(key, 0.0) for update in updates) for key in sorted(keys)}
 
 
 def rollout_metrics(answers: list[Answer]) -> Metrics:
-    """Metrics of a step's episodes: rewards, lengths and failures. Collective.
+    """Return metrics of a step's episodes: rewards, lengths and failures. Collective.
 
-    An episode's reward, and whether it was cut off, are those of its last trajectory. Rewards are of the episodes that
-    something has judged: reward/abstained counts the others.
+    An episode's reward, and whether it was cut off, are those of its last trajectory. Rewards are
+    of the episodes that something has judged: reward/abstained counts the others.
     """
     episodes = by_episode(answers)
     sound = [episode for episode in episodes if not any(t.error for t in episode)]
@@ -290,35 +324,57 @@ def rollout_metrics(answers: list[Answer]) -> Metrics:
         "rollout_tokens": float(sum(lengths)),
         "turns/mean": sum(t.turns for t in sampled) / count,
     }
-    parts = [part for t in last if t.trajectory is not None for part in t.trajectory.reward_parts.items()]
-    figures = [figure for t in sampled if t.trajectory is not None for figure in t.trajectory.metrics.items()]
-    tools = [figure for figure in figures if figure[0].startswith(("tools/", "server/", "client/", "length/"))]
-    rewards_by_name = {f"reward/{name}": total / number for name, (total, number) in named_sums(parts).items()}
+    parts = [
+        part for t in last if t.trajectory is not None for part in t.trajectory.reward_parts.items()
+    ]
+    figures = [
+        figure for t in sampled if t.trajectory is not None for figure in t.trajectory.metrics.items()
+    ]
+    tools = [
+        figure for figure in figures if figure[0].startswith(("tools/", "server/", "client/", "length/"))
+    ]
+    rewards_by_name = {
+        f"reward/{name}": total / number for name, (total, number) in named_sums(parts).items()
+    }
     sums = named_sums(tools).items()
     means = ("client/", "length/")
-    counts = {name: total / number if name.startswith(means) else total for name, (total, number) in sums}
+    counts = {
+        name: total / number if name.startswith(means) else total for name, (total, number) in sums
+    }
     if calls := counts.get("tools/calls"):
         counts["tools/failure_rate"] = counts.get("tools/errors", 0.0) / calls
-    # The run's metrics come last again, since an environment or a client may use their names for its rewards.
+    # The run's metrics come last again, since an environment or a client may use their names for
+    # its rewards.
     return metrics | rewards_by_name | counts | reward_errors(answers) | metrics
 
 
 def reward_errors(answers: list[Answer]) -> Metrics:
-    """Counts the answers on which reward functions failed, by reward/errors/FUNCTION/KIND. Collective."""
-    figures = [figure for t in answers if t.trajectory is not None for figure in t.trajectory.metrics.items()]
+    """Count the answers on which reward functions failed, by reward/errors/FUNCTION/KIND.
+    Collective.
+    """
+    figures = [
+        figure for t in answers if t.trajectory is not None for figure in t.trajectory.metrics.items()
+    ]
     errors = named_sums(figure for figure in figures if figure[0].startswith("reward/errors/"))
     return {name: total for name, (total, _) in errors.items()}
 
 
 def named_sums(pairs: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int]]:
-    """The sum and the count of all ranks' numbers by name, in the order of names. Collective.
+    """Return the sum and the count of all ranks' numbers by name, in the order of names.
+    Collective.
 
-    A sum is rounded once, so that it does not depend on which rank has which number; it is NaN if one is not finite.
+    A sum is rounded once, so that it does not depend on which rank has which number; it is NaN if
+    one is not finite.
     """
     numbers: dict[str, list[float]] = {}
     for name, number in pairs:
         numbers.setdefault(name, []).append(float(number))
     ranks = exchange(numbers)
-    columns = {name: [number for rank in ranks for number in rank.get(name, ())] for name in sorted({*chain(*ranks)})}
-    sums = {name: math.fsum(c) if all(map(math.isfinite, c)) else math.nan for name, c in columns.items()}
+    columns = {
+        name: [number for rank in ranks for number in rank.get(name, ())]
+        for name in sorted({*chain(*ranks)})
+    }
+    sums = {
+        name: math.fsum(c) if all(map(math.isfinite, c)) else math.nan for name, c in columns.items()
+    }
     return {name: (sums[name], len(column)) for name, column in columns.items()}

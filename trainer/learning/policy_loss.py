@@ -19,23 +19,29 @@ PerToken = TypeVar("PerToken", MicroBatch, Outputs)
 
 
 class PolicyLoss:
-    """The policy's loss function (`trainer.types.LossFn`), called for each micro-batch of an optimizer step.
+    """The policy's loss function (`trainer.types.LossFn`), called for each micro-batch of an
+    optimizer step.
 
-    The loss is the surrogate of each token times its correction, on tokens of high entropy only if the recipe says so,
-    plus KL, minus the entropy bonus, plus the value loss if a value head shares the trunk. All tensors are [B, T-1];
-    nothing is read where the loss mask is 0.
+    The loss is the surrogate of each token times its correction, on tokens of high entropy only if
+    the recipe says so, plus KL, minus the entropy bonus, plus the value loss if a value head shares
+    the trunk. All tensors are [B, T-1]; nothing is read where the loss mask is 0.
     """
 
     def __init__(
-        self, config: AlgorithmConfig, minibatch: MiniBatch, longest: int, figures: TokenFigures | None = None
+        self,
+        config: AlgorithmConfig,
+        minibatch: MiniBatch,
+        longest: int,
+        figures: TokenFigures | None = None,
     ) -> None:
-        """Makes the loss of one optimizer step.
+        """Make the loss of one optimizer step.
 
-        `longest` is the number of tokens of the longest possible answer, for the aggregation fixed_length. `figures`
-        notes every micro-batch.
+        `longest` is the number of tokens of the longest possible answer, for the aggregation
+        fixed_length. `figures` notes every micro-batch.
         """
         self._figures = figures
-        # The results of `split_by_age` for all micro-batches: tokens of the current version, and those of older ones.
+        # The results of `split_by_age` for all micro-batches: tokens of the current version, and
+        # those of older ones.
         self.gaps: list[tuple[Tensor, Tensor]] = []
         self.old: list[tuple[Tensor, Tensor, Tensor]] = []
         self._config = config
@@ -50,12 +56,18 @@ class PolicyLoss:
         if self._figures is not None:
             self._figures.note(batch, outputs)
         config, mask, logprobs = self._config, batch.loss_mask, outputs.logprobs
-        # With a single update nothing has changed yet, so this forward pass has the old log-probabilities.
+        # With a single update nothing has changed yet, so this forward pass has the old
+        # log-probabilities.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         new, earlier = split_by_age(batch, old)
         self.gaps.append(new)
         self.old.append(earlier)
-        tensors = {"logprobs": logprobs, "old_logprobs": old, "advantages": batch.advantages, "mask": mask}
+        tensors = {
+            "logprobs": logprobs,
+            "old_logprobs": old,
+            "advantages": batch.advantages,
+            "mask": mask,
+        }
         if self._loss.takes("log_ratio"):
             tensors["log_ratio"] = log_ratio(logprobs, old, mask, config.ratio_level)
         loss, bounded = self._loss(self._keys, **tensors)
@@ -70,7 +82,9 @@ class PolicyLoss:
             loss = loss * batch.high_entropy
             sums["decisive"] = (batch.high_entropy * mask).sum()
         if batch.ref_logprobs is not None:
-            estimate = kl.divergence(config.kl_estimator, logprobs, old, batch.ref_logprobs, config.kl_clamp)
+            estimate = kl.divergence(
+                config.kl_estimator, logprobs, old, batch.ref_logprobs, config.kl_clamp
+            )
             sums["kl"] = (estimate.detach() * mask).sum()
             if config.kl_in_loss:
                 loss = loss + config.kl_coef * estimate
@@ -83,11 +97,14 @@ class PolicyLoss:
         return total, sums
 
 
-def split_by_age(batch: MicroBatch, logprobs: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Splits the trainer's and the engine's log-probabilities of targets by the version that sampled the targets.
+def split_by_age(
+    batch: MicroBatch, logprobs: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Split the trainer's and the engine's log-probabilities of targets by the version that sampled
+    the targets.
 
-    `logprobs` [B, T-1] are the trainer's. Returns the pair [K] of targets of the policy's current version, and the pair
-    of those of earlier versions with their ages.
+    `logprobs` [B, T-1] are the trainer's. Returns the pair [K] of targets of the policy's current
+    version, and the pair of those of earlier versions with their ages.
     """
     trainer, engine = batch.trained(logprobs), batch.trained(batch.engine_logprobs)
     if batch.ages is None:  # no mask, since its length would make the host wait for the device
@@ -98,7 +115,7 @@ def split_by_age(batch: MicroBatch, logprobs: Tensor) -> tuple[tuple[Tensor, Ten
 
 
 def only_trained(tensors: PerToken, mask: Tensor) -> PerToken:
-    """A copy with zeros in every floating tensor where `mask`, of the tensors' shape, is 0.
+    """Return a copy with zeros in every floating tensor where `mask`, of the tensors' shape, is 0.
 
     Values are selected and not multiplied, since 0 * NaN is NaN, and so is the gradient through it.
     """
@@ -109,14 +126,20 @@ def only_trained(tensors: PerToken, mask: Tensor) -> PerToken:
     return replace(tensors, **values)
 
 
-def correction(config: AlgorithmConfig, batch: MicroBatch, old: Tensor, logprobs: Tensor) -> tuple[Tensor, Sums]:
-    """Weights [B, T-1] that correct for the gap between engine and trainer, 0 on tokens left out, and their sums."""
+def correction(
+    config: AlgorithmConfig, batch: MicroBatch, old: Tensor, logprobs: Tensor
+) -> tuple[Tensor, Sums]:
+    """Return weights [B, T-1] that correct for the gap between engine and trainer, 0 on tokens left
+    out, and their sums.
+    """
     mask, engine = batch.loss_mask, batch.engine_logprobs
     if config.tis_cap is None and config.keep_band is None and config.stale_threshold is None:
         return torch.ones_like(mask), {}
     kept = torch.ones_like(mask, dtype=torch.bool)
     if config.keep_band is not None:
-        kept &= corrections.within(corrections.rollout_ratios(old, engine, mask, config.keep_level), *config.keep_band)
+        kept &= corrections.within(
+            corrections.rollout_ratios(old, engine, mask, config.keep_level), *config.keep_band
+        )
     if config.stale_threshold is not None:
         kept &= corrections.not_stale(logprobs, engine, batch.advantages, mask, config.stale_threshold)
     ratios, cap = torch.ones_like(mask), 1.0
@@ -126,14 +149,16 @@ def correction(config: AlgorithmConfig, batch: MicroBatch, old: Tensor, logprobs
 
 
 class CriticLoss:
-    """The value model's loss, a mean over all trainable tokens, called for each micro-batch of an optimizer step."""
+    """The value model's loss, a mean over all trainable tokens, called for each micro-batch of an
+    optimizer step.
+    """
 
     def __init__(self, config: AlgorithmConfig, minibatch: MiniBatch) -> None:
         self._clip = config.value_clip
         self._tokens = minibatch.tokens
 
     def __call__(self, batch: MicroBatch, values: Tensor) -> tuple[Tensor, Sums]:
-        """The loss and its figures; `values` [B, T-1] carry the gradient."""
+        """Return the loss and its figures; `values` [B, T-1] carry the gradient."""
         batch, mask = only_trained(batch, batch.loss_mask), batch.loss_mask
         assert batch.old_values is not None and batch.returns is not None
         values, goal = torch.where(mask.bool(), values, 0.0), batch.returns

@@ -1,15 +1,16 @@
-"""Common beginnings of sequences, so that each is computed once: siblings of a group, branches, and turns.
+"""Common beginnings of sequences, so that each is computed once: siblings of a group, branches, and
+turns.
 
-Sorted by their tokens, sequences with a common beginning are neighbours. Their order, and the number of tokens that
-each has in common with the one before, are all that their trie depends on:
+Sorted by their tokens, sequences with a common beginning are neighbours. Their order, and the
+number of tokens that each has in common with the one before, are all that their trie depends on:
 
     order  tokens           in common with the one before
     0      p p p p a a      0                                  p p p p -+- a a
     2      p p p p b b c    4                                           +- b b -+- c
     1      p p p p b b d    6                                                   +- d
 
-A hidden state depends on the tokens before it and on nothing else, so the tokens of a node need one for all of its
-sequences. Two tokens are the same if everything that enters the model with them is.
+A hidden state depends on the tokens before it and on nothing else, so the tokens of a node need one
+for all of its sequences. Two tokens are the same if everything that enters the model with them is.
 """
 
 import math
@@ -28,16 +29,19 @@ from trainer.types import PrefixNode, Trie
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Sequences in the order of their tokens, each without its last token, which predicts nothing."""
+    """Sequences in the order of their tokens, each without its last token, which predicts
+    nothing.
+    """
 
     rank: list[int]  # for each sequence, its place in the order
-    common: list[int]  # for each place, the number of tokens in common with the sequence at the place before; first 0
+    # For each place, the number of tokens in common with the sequence at the place before; first 0
+    common: list[int]
     lengths: list[int]  # for each sequence, the number of its tokens
     least: int  # the fewest tokens that are worth a node of their own (`batch.shared_tokens_min`)
 
     @classmethod
     def of(cls, sequences: Sequence[np.ndarray], least: int) -> "Prefixes":
-        """Returns the order of sequences of tokens (`token_bytes`)."""
+        """Return the order of sequences of tokens (`token_bytes`)."""
         order = sorted(range(len(sequences)), key=lambda row: sequences[row].tobytes())
         rank, common = [0] * len(order), [0] * len(order)
         for place, row in enumerate(order):
@@ -47,37 +51,56 @@ class Prefixes:
 
     @classmethod
     def of_answers(cls, answers: Sequence[Answer], least: int) -> "Prefixes":
-        """Returns the order of answers by their blocks of `least` tokens, whichever rank sampled which. Collective.
+        """Return the order of answers by their blocks of `least` tokens, whichever rank sampled
+        which. Collective.
 
-        Each rank sends 8 bytes for each block of its answers; a rest of fewer tokens counts as different.
+        Each rank sends 8 bytes for each block of its answers; a rest of fewer tokens counts as
+        different.
         """
         with agreed("comparing the beginnings of answers"):
-            local = {n: t.prompt_ids + t.response_ids for n, answer in enumerate(answers) if (t := answer.trajectory)}
-            message = msgspec.msgpack.encode({n: _digests(token_bytes(ids), least) for n, ids in local.items()})
+            local = {
+                n: t.prompt_ids + t.response_ids
+                for n, answer in enumerate(answers)
+                if (t := answer.trajectory)
+            }
+            message = msgspec.msgpack.encode(
+                {n: _digests(token_bytes(ids), least) for n, ids in local.items()}
+            )
         digests = dict[int, bytes]()
         for part in send_to_all(message):
             digests |= msgspec.msgpack.decode(part, type=dict[int, bytes])
-        blocks = cls.of([np.frombuffer(digests[n], "u1").reshape(-1, 8) for n in range(len(answers))], least)
-        common, lengths = [least * count for count in blocks.common], [answer.length - 1 for answer in answers]
+        blocks = cls.of(
+            [np.frombuffer(digests[n], "u1").reshape(-1, 8) for n in range(len(answers))], least
+        )
+        common, lengths = (
+            [least * count for count in blocks.common],
+            [answer.length - 1 for answer in answers],
+        )
         return cls(blocks.rank, common, lengths, least)
 
     def sorted(self, rows: Sequence[int]) -> list[int]:
-        """Returns sequences in order."""
+        """Return sequences in order."""
         return sorted(rows, key=self.rank.__getitem__)
 
     def shared(self, rows: Sequence[int]) -> list[int]:
-        """Returns the number of tokens that each of some sequences in order has in common with the one before."""
+        """Return the number of tokens that each of some sequences in order has in common with the
+        one before.
+        """
         places = [self.rank[row] for row in rows]
-        return [0, *(min(self.common[place + 1 : after + 1]) for place, after in pairwise(places))][: len(rows)]
+        return [0, *(min(self.common[place + 1 : after + 1]) for place, after in pairwise(places))][
+            : len(rows)
+        ]
 
     def trie(self, rows: Sequence[int]) -> Trie:
-        """Returns the trie of some sequences in order, which it numbers from 0.
+        """Return the trie of some sequences in order, which it numbers from 0.
 
-        A stretch of fewer than `least` tokens is not shared, since its attention would cost more than it saves.
+        A stretch of fewer than `least` tokens is not shared, since its attention would cost more
+        than it saves.
         """
         lengths, shared = [self.lengths[row] for row in rows], self.shared(rows)
         nodes, last = list[PrefixNode](), [-1] * len(rows)
-        branches = [(0, len(rows), 0, -1)]  # first sequence, the one after the last, tokens so far, node so far
+        # First sequence, the one after the last, tokens so far, node so far
+        branches = [(0, len(rows), 0, -1)]
         while branches:
             first, after, depth, parent = branches.pop()
             least = 1 if after - first == 1 else self.least
@@ -87,21 +110,32 @@ class Prefixes:
                 depth, parent = end, len(nodes) - 1
             last[first:after] = [parent] * (after - first)
             if after - first > 1:
-                ends = [first, *(row for row in range(first + 1, after) if shared[row] - depth < self.least), after]
+                ends = [
+                    first,
+                    *(row for row in range(first + 1, after) if shared[row] - depth < self.least),
+                    after,
+                ]
                 branches += [(*pair, depth, parent) for pair in reversed(list(pairwise(ends)))]
         return nodes or [PrefixNode(0, 0, 1, -1, 0)], last  # a model needs a token
 
     def cost(self, rows: Sequence[int], worth: Callable[[int], int] = lambda length: length) -> int:
-        """Returns the tokens of a trie of sequences in order, or their work, where `worth` is that of a sequence."""
+        """Return the tokens of a trie of sequences in order, or their work, where `worth` is that
+        of a sequence.
+        """
         return sum(worth(node.end) - worth(node.begin) for node in self.trie(rows)[0]) if rows else 0
 
     def units(self, fits: Callable[[list[int]], bool]) -> list[list[int]]:
-        """Divides all sequences into units that `fits` accepts, or of one sequence each.
+        """Divide all sequences into units that `fits` accepts, or of one sequence each.
 
-        Units without a common beginning come apart first; a unit that does not fit is then cut along the tree.
+        Units without a common beginning come apart first; a unit that does not fit is then cut
+        along the tree.
         """
         rows = self.sorted(range(len(self.lengths)))
-        apart = [0, *(place for place in range(1, len(rows)) if self.common[place] < self.least), len(rows)]
+        apart = [
+            0,
+            *(place for place in range(1, len(rows)) if self.common[place] < self.least),
+            len(rows),
+        ]
         waiting = [rows[begin:end] for begin, end in reversed(list(pairwise(apart)))] if rows else []
         units = []
         while waiting:
@@ -113,29 +147,36 @@ class Prefixes:
         return units
 
     def cut(self, rows: list[int]) -> tuple[list[int], list[int]]:
-        """Cuts a unit of several sequences in order in two, where they have least in common, and near the middle."""
+        """Cut a unit of several sequences in order in two, where they have least in common, and
+        near the middle.
+        """
         shared, middle = self.shared(rows), len(rows) / 2
         place = min(range(1, len(rows)), key=lambda place: (shared[place], abs(place - middle)))
         return rows[:place], rows[place:]
 
 
 def token_bytes(ids: Sequence[int], *inputs: np.ndarray) -> np.ndarray:
-    """Returns all that enters a model with each token of a sequence except the last, [tokens, bytes] uint8.
+    """Return all that enters a model with each token of a sequence except the last, [tokens, bytes]
+    uint8.
 
     `inputs` are what enters besides ids, one row for each of these tokens.
     """
     columns = [np.array(ids[:-1], dtype=">u4"), *inputs]  # big-endian numbers sort like their bytes
-    return np.concatenate([c.reshape(len(ids) - 1, math.prod(c.shape[1:])).view("u1") for c in columns], axis=1)
+    return np.concatenate(
+        [c.reshape(len(ids) - 1, math.prod(c.shape[1:])).view("u1") for c in columns], axis=1
+    )
 
 
 def _digests(tokens: np.ndarray, size: int) -> bytes:
-    """Returns the digests of the whole blocks of `size` tokens of a sequence, 8 bytes each."""
+    """Return the digests of the whole blocks of `size` tokens of a sequence, 8 bytes each."""
     starts = range(0, len(tokens) - size + 1, size)
-    return b"".join(blake2b(tokens[start : start + size].tobytes(), digest_size=8).digest() for start in starts)
+    return b"".join(
+        blake2b(tokens[start : start + size].tobytes(), digest_size=8).digest() for start in starts
+    )
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """Returns the number of tokens in which two sequences agree from their beginning."""
+    """Return the number of tokens in which two sequences agree from their beginning."""
     size = min(len(one), len(other))
     different = np.flatnonzero((one[:size] != other[:size]).any(axis=1))
     return int(different[0]) if len(different) else size

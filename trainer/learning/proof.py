@@ -1,13 +1,15 @@
 """The proof of shortcuts that no GPU has confirmed, on a few answers before a run's first update.
 
-Every rank scores some of its answers as the run computes by default, and once more without each shortcut. Where the
-log-probabilities and entropies agree up to the rounding of the dtype, the shortcut stays. Otherwise all ranks leave it
-out for the rest of the run, since the rank that is furthest off decides. Gradients are not compared.
+Every rank scores some of its answers as the run computes by default, and once more without each
+shortcut. Where the log-probabilities and entropies agree up to the rounding of the dtype, the
+shortcut stays. Otherwise all ranks leave it out for the rest of the run, since the rank that is
+furthest off decides. Gradients are not compared.
 
-Cost. At most `TOKENS` tokens a rank, or two answers, are passed forward once, and once more for each shortcut: three
-times in all, and four times with sinks. An update passes its tokens forward, back, which is twice the work, and with
-checkpointing forward again. With the 139,264 tokens a rank of gsm8k_qwen3_4b_8gpu.yaml, 12,288 passes of a token come
-on top of 557,056: 2 % of the first step's update.
+Cost. At most `TOKENS` tokens a rank, or two answers, are passed forward once, and once more for
+each shortcut: three times in all, and four times with sinks. An update passes its tokens forward,
+back, which is twice the work, and with checkpointing forward again. With the 139,264 tokens a rank
+of gsm8k_qwen3_4b_8gpu.yaml, 12,288 passes of a token come on top of 557,056: 2 % of the first
+step's update.
 """
 
 from bisect import bisect_right
@@ -46,7 +48,9 @@ def needs_proof(device: torch.device) -> bool:
 
 
 def with_decisions(config: TrainConfig, decisions: dict[str, bool]) -> TrainConfig:
-    """Return the recipe with what was decided on shortcuts so far, and let this process compute accordingly."""
+    """Return the recipe with what was decided on shortcuts so far, and let this process compute
+    accordingly.
+    """
     refused = {Shortcut(name) for name, stays in decisions.items() if not stays}
     leave_out(refused)
     return without_sharing(config) if Shortcut.PREFIXES in refused else config
@@ -65,7 +69,8 @@ def undecided(config: TrainConfig, policy: Policy, decisions: dict[str, bool]) -
     taken = [Shortcut.HEAD]
     if config.batch.shared_min is not None:
         taken.append(Shortcut.PREFIXES)
-    if any(name.endswith(".sinks") for name, _ in policy.model.named_parameters()):  # as those of gpt-oss
+    if any(name.endswith(".sinks") for name, _ in policy.model.named_parameters()):
+        # as those of gpt-oss
         taken.append(Shortcut.SINKS)
     return [shortcut for shortcut in taken if shortcut not in decisions]
 
@@ -79,15 +84,20 @@ def try_shortcuts(
     *,
     sharing_required: bool = False,
 ) -> dict[str, bool]:
-    """Score this rank's `samples` with and without each of the shortcuts, and return which of them stay. Collective.
+    """Score this rank's `samples` with and without each of the shortcuts, and return which of them
+    stay. Collective.
 
-    A shortcut that no rank's samples use, for want of targets or of a common beginning, is missing from the result.
-    Weights, gradients and random states are as before. With `sharing_required`, raises UserError on all ranks if common
-    beginnings are wrong.
+    A shortcut that no rank's samples use, for want of targets or of a common beginning, is missing
+    from the result. Weights, gradients and random states are as before. With `sharing_required`,
+    raises UserError on all ranks if common beginnings are wrong.
     """
     batches = batches_of(samples, config, policy, pad_id)
     whole = batches_of(samples, without_sharing(config), policy, pad_id)
-    trees = [batch for batch in batches if batch.layout.pack is not None and batch.layout.pack.tree is not None]
+    trees = [
+        batch
+        for batch in batches
+        if batch.layout.pack is not None and batch.layout.pack.tree is not None
+    ]
     targets = sum(len(batch.layout.targets) for batch in batches)
     totals = all_reduce_sum({"targets": float(targets), "trees": float(len(trees))})
     usable = [shortcut for shortcut in shortcuts if totals["trees"] or shortcut is not Shortcut.PREFIXES]
@@ -102,39 +112,50 @@ def try_shortcuts(
         with without(shortcut):
             plain = scored(policy, whole if shortcut is Shortcut.PREFIXES else batches, temperature)
         farthest = all_reduce_max({"distance": distance(base, plain)})["distance"]
-        sums = all_reduce_sum({"with": float(base[0].sum()), "without": float(plain[0].sum()), "K": base.shape[1]})
+        sums = all_reduce_sum(
+            {"with": float(base[0].sum()), "without": float(plain[0].sum()), "K": base.shape[1]}
+        )
         decisions[shortcut] = farthest <= limit
         if decisions[shortcut]:
             agreements.append(f"{LABELS[shortcut]} ({farthest:.2g})")
             continue
         fault = (
             f"on this device, log-probabilities average {sums['with'] / sums['K']:.6g} nats with "
-            f"{LABELS[shortcut]} and {sums['without'] / sums['K']:.6g} without: they are {farthest:.2g} apart, where "
-            f"{config.policy.dtype} explains {limit:.2g}"
+            f"{LABELS[shortcut]} and {sums['without'] / sums['K']:.6g} without: they are "
+            f"{farthest:.2g} apart, where {config.policy.dtype} explains {limit:.2g}"
         )
         if shortcut is Shortcut.PREFIXES and sharing_required:
             raise UserError(f"batch.share_prefixes is true, but {fault}: set it to false or auto")
         say(f"{fault}; from now on, the run does without")
     if agreements:
-        say(f"some answers have the same log-probabilities with and without {', '.join(agreements)}, up to rounding")
+        say(
+            f"some answers have the same log-probabilities with and without {', '.join(agreements)}, "
+            "up to rounding"
+        )
     return decisions
 
 
-def batches_of(samples: list[Sample], config: TrainConfig, policy: Policy, pad_id: int) -> list[MicroBatch]:
+def batches_of(
+    samples: list[Sample], config: TrainConfig, policy: Policy, pad_id: int
+) -> list[MicroBatch]:
     """Return this rank's samples in micro-batches as the recipe makes them. Collective."""
     sizes = policy.work.of
     return make_batches(samples, config, pad_id, policy.device, sizes.tokens_worth, sizes.image_token)
 
 
 def first_few(rows: list[int], lengths: list[int]) -> list[int]:
-    """Return the first rows of these lengths, as many as have `TOKENS` tokens, and two of them in any case."""
+    """Return the first rows of these lengths, as many as have `TOKENS` tokens, and two of them in
+    any case.
+    """
     tokens = list(accumulate(lengths[row] for row in rows))
     count = bisect_right(tokens, TOKENS)
     return rows[: max(count, 2)]
 
 
 def scored(policy: Policy, batches: list[MicroBatch], temperature: float) -> Tensor:
-    """Return log-probabilities and entropies of all targets, [2, K] float64, in the order of samples. Collective."""
+    """Return log-probabilities and entropies of all targets, [2, K] float64, in the order of
+    samples. Collective.
+    """
     outputs = policy.score(batches, temperature)
     columns: dict[int, Tensor] = {}
     for batch, output in zip(batches, outputs, strict=True):
@@ -147,7 +168,9 @@ def scored(policy: Policy, batches: list[MicroBatch], temperature: float) -> Ten
 
 
 def distance(base: Tensor, plain: Tensor) -> float:
-    """Return the root mean square of a difference [2, K], of its worse row; inf if a number is not finite."""
+    """Return the root mean square of a difference [2, K], of its worse row; inf if a number is not
+    finite.
+    """
     if not base.shape[1]:
         return 0.0
     squares = (base - plain).square().mean(dim=1)

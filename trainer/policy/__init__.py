@@ -30,7 +30,8 @@ def make_policy(
     value_head: bool = False,
     in_place: bool = False,
 ) -> Policy:
-    """Makes the policy on the backend that policy.backend names; a value head is possible on FSDP2 only.
+    """Make the policy on the backend that policy.backend names; a value head is possible on FSDP2
+    only.
 
     With `in_place`, the policy can compute with an engine's weights.
     """

@@ -1,8 +1,9 @@
-"""The policy on DeepSpeed ZeRO, with the same results as on FSDP2, for clusters that are set up for DeepSpeed.
+"""The policy on DeepSpeed ZeRO, with the same results as on FSDP2, for clusters that are set up for
+DeepSpeed.
 
-ZeRO-1 and 2 keep unsharded compute weights on every rank and shard the float32 masters and Adam's moments (2:
-gradients, too); ZeRO-3 shards the weights as well. Checkpoints have rows of every parameter, like those of FSDP2, so
-either backend resumes from the other's.
+ZeRO-1 and 2 keep unsharded compute weights on every rank and shard the float32 masters and Adam's
+moments (2: gradients, too); ZeRO-3 shards the weights as well. Checkpoints have rows of every
+parameter, like those of FSDP2, so either backend resumes from the other's.
 """
 
 import os
@@ -37,7 +38,8 @@ from trainer.types import LossFn, MicroBatch, Outputs, Policy, UpdateStats
 class DeepSpeedPolicy(Offloadable, Policy):
     """The policy on DeepSpeed, which needs a process group of one rank or more.
 
-    Under ZeRO-3 the model's parameters are empty between calls, and their partitions are in `ds_tensor`.
+    Under ZeRO-3 the model's parameters are empty between calls, and their partitions are in
+    `ds_tensor`.
     """
 
     def __init__(
@@ -48,19 +50,22 @@ class DeepSpeedPolicy(Offloadable, Policy):
         total_updates: int = 1,
         lora: LoraConfig = NO_ADAPTERS,
     ) -> None:
-        """Builds, loads and shards the model; arguments as in `FsdpPolicy`."""
+        """Build, load and shard the model; arguments as in `FsdpPolicy`."""
         if device.type == "cpu":
-            os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it on import, and else looks for other devices
-        os.environ.setdefault("LOCAL_RANK", "0")  # deepspeed/comm/comm.py reads it, and only torchrun sets it
+            # DeepSpeed reads it on import, and else looks for other devices
+            os.environ["DS_ACCELERATOR"] = "cpu"
+        # deepspeed/comm/comm.py reads it, and only torchrun sets it
+        os.environ.setdefault("LOCAL_RANK", "0")
         import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param
 
-        # It calls functions that torch 2.13 has renamed (deepspeed/comm/torch.py), and every rank warns in every step.
+        # It calls functions that torch 2.13 has renamed (deepspeed/comm/torch.py), and every rank
+        # warns in every step.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         if device.type == "cpu":
-            # Else it compiles an all-reduce for inference over shared memory, which takes a minute and training does
-            # not use, and it waits forever for the lock of a process that was killed while compiling
-            # (https://github.com/deepspeedai/DeepSpeed/pull/5391).
+            # Else it compiles an all-reduce for inference over shared memory, which takes a minute
+            # and training does not use, and it waits forever for the lock of a process that was
+            # killed while compiling (https://github.com/deepspeedai/DeepSpeed/pull/5391).
             deepspeed.ops.__compatible_ops__ = {}
         # DeepSpeed's offloading works with its own Adam only.
         super().__init__(policy.offload, self._update_memory, lambda: self.engine.module.parameters())
@@ -73,10 +78,14 @@ class DeepSpeedPolicy(Offloadable, Policy):
         self.updates = Updates(policy, total_updates)
         self.compute_dtype = getattr(torch, policy.dtype)
         self.source = hf_format.resolve_folder(model.path)
-        deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        deepspeed.init_distributed(
+            dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False
+        )
         self.model = self._build(model)
         freeze(self.model, policy.freeze)
-        hf_format.checkpoint_activations(self.model, policy.activation_checkpointing, policy.offload_activations)
+        hf_format.checkpoint_activations(
+            self.model, policy.activation_checkpointing, policy.offload_activations
+        )
         # DeepSpeed divides gradients by the number of ranks.
         record, ranks = model.routes == "recorded", world_size()
         self.routing = Routing(self.model, self._routers, record, ranks) if self._routers else None
@@ -85,12 +94,18 @@ class DeepSpeedPolicy(Offloadable, Policy):
         groups = decay_groups(list(self.trained().values()), policy.weight_decay)
         # The rate is 0, since ZeRO-3 takes a step on zero gradients to make the optimizer's state
         # (deepspeed/runtime/zero/stage3.py, initialize_optimizer_states).
-        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=policy.betas, eps=policy.eps, fused=True)
-        self.engine, *_ = deepspeed.initialize(model=module, optimizer=self.optimizer, config=self._settings())
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=0.0, betas=policy.betas, eps=policy.eps, fused=True
+        )
+        self.engine, *_ = deepspeed.initialize(
+            model=module, optimizer=self.optimizer, config=self._settings()
+        )
         self._make_optimizer_state()
         if self.compute_dtype != torch.float32:
             # DeepSpeed has made its masters from rounded weights.
-            for parameter, value in self._start_values(self.model, self.trained(), wider_than=self.compute_dtype):
+            for parameter, value in self._start_values(
+                self.model, self.trained(), wider_than=self.compute_dtype
+            ):
                 safe_set_full_fp32_param(parameter, value)
 
     @property
@@ -99,20 +114,28 @@ class DeepSpeedPolicy(Offloadable, Policy):
         return cast(Work, self.engine.module.work)
 
     def shard_tensors(self) -> Iterator[Tensor]:
-        """Yields the tensors with the memory of what ranks hold: ZeRO-3's partitions, the flat buffers behind them, and
-        the model's saved buffers.
+        """Yield the tensors with the memory of what ranks hold: ZeRO-3's partitions, the flat
+        buffers behind them, and the model's saved buffers.
 
         If weights and masters have one dtype, some buffers are the masters' as well.
         """
         zero = self.engine.optimizer
         yield from (parameter.ds_tensor for parameter in self.engine.module.parameters())
         yield from saved_buffers(self.model).values()
-        yield from [zero.lp_param_buffer, *zero.fp16_partitioned_groups_flat, *zero.fp32_partitioned_groups_flat]
+        yield from [
+            zero.lp_param_buffer,
+            *zero.fp16_partitioned_groups_flat,
+            *zero.fp32_partitioned_groups_flat,
+        ]
 
     def _update_memory(self) -> Iterator[Tensor]:
-        """Yields the tensors that only an update needs: masters, moments and the buffer of gradients."""
+        """Yield the tensors that only an update needs: masters, moments and the buffer of
+        gradients.
+        """
         zero = self.engine.optimizer
-        yield from zero.fp32_partitioned_groups_flat if self.zero_3 else zero.single_partition_of_fp32_groups
+        yield from (
+            zero.fp32_partitioned_groups_flat if self.zero_3 else zero.single_partition_of_fp32_groups
+        )
         yield from (state[key] for state in zero.optimizer.state.values() for key in MOMENTS)
         if self.zero_3:
             yield zero.grad_partitions_flat_buffer
@@ -123,7 +146,8 @@ class DeepSpeedPolicy(Offloadable, Policy):
         if config.update_on == "host":
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         return {
-            "train_micro_batch_size_per_gpu": 1,  # without effect, since `update` sets the boundaries of a step
+            # Without effect, since `update` sets the boundaries of a step
+            "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": config.max_grad_norm,
             "zero_optimization": zero,
@@ -136,9 +160,11 @@ class DeepSpeedPolicy(Offloadable, Policy):
         }
 
     def _build(self, model: ModelConfig) -> PreTrainedModel:
-        """Builds the model with its weights, unsharded on the device or, under ZeRO-3, sharded while it is built."""
-        # This build without data also imports the model's classes, which ZeRO would patch wrongly while they are made
-        # (https://github.com/deepspeedai/DeepSpeed/issues/2812).
+        """Build the model with its weights, unsharded on the device or, under ZeRO-3, sharded while
+        it is built.
+        """
+        # This build without data also imports the model's classes, which ZeRO would patch wrongly
+        # while they are made (https://github.com/deepspeedai/DeepSpeed/issues/2812).
         built = hf_format.build_meta_model(self.source, model, self.compute_dtype, self.device)
         self._routers = asked_routers(built, model.routes)
         if self.zero_3:
@@ -146,20 +172,25 @@ class DeepSpeedPolicy(Offloadable, Policy):
         else:
             hf_format.load_sharded(built, self.source, self.device)
         if self.lora.rank:
-            add_adapters(built, self.lora, self.compute_dtype, self.device)  # DeepSpeed shards them when it starts
+            # DeepSpeed shards them when it starts
+            add_adapters(built, self.lora, self.compute_dtype, self.device)
             for factor, value in self._start_values(built, factors(built)):
                 factor.data.copy_(value)
         return built
 
     def _build_sharded(self, empty: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
-        """Builds a model like `empty`, with its weights, each of which is sharded as soon as it is made."""
+        """Build a model like `empty`, with its weights, each of which is sharded as soon as it is
+        made.
+        """
         with (
             no_init_weights(),
-            # DeepSpeed takes an unnamed group of one rank for a mistake if torchrun has started more ranks, and its
-            # memory-efficient linear would replace torch's in the entire process
-            # (deepspeed/runtime/zero/partition_parameters.py).
+            # DeepSpeed takes an unnamed group of one rank for a mistake if torchrun has started
+            # more ranks, and its memory-efficient linear would replace torch's in the entire
+            # process (deepspeed/runtime/zero/partition_parameters.py).
             self._deepspeed.zero.Init(
-                config_dict_or_path=self._settings(), data_parallel_group=dist.group.WORLD, mem_efficient_linear=False
+                config_dict_or_path=self._settings(),
+                data_parallel_group=dist.group.WORLD,
+                mem_efficient_linear=False,
             ),
         ):
             built = hf_format.model_kind(empty.config).from_config(
@@ -173,19 +204,26 @@ class DeepSpeedPolicy(Offloadable, Policy):
         built = built.to(self.device)
         files = hf_format.SafetensorsFolder(self.source)
         hf_format.adopt_names(built, files.names)
-        for name, buffer in empty.named_buffers():  # ZeRO-3 has cast computed ones, such as rotary frequencies
+        for name, buffer in empty.named_buffers():
+            # ZeRO-3 has cast computed ones, such as rotary frequencies
             if buffer.is_meta:  # the others are saved
                 views = checkpoint_views(built, name, buffer.shape)
-                buffer = files.read(views, 0, buffer.numel(), buffer.dtype, self.device).view(buffer.shape)
+                buffer = files.read(views, 0, buffer.numel(), buffer.dtype, self.device).view(
+                    buffer.shape
+                )
             set_buffer(built, name, buffer)
         for parameter, value in self._start_values(built, parameter_names(built)):
             self._fill(parameter, value)
         return built
 
     def _start_values(
-        self, model: PreTrainedModel, parameters: dict[str, nn.Parameter], wider_than: torch.dtype | None = None
+        self,
+        model: PreTrainedModel,
+        parameters: dict[str, nn.Parameter],
+        wider_than: torch.dtype | None = None,
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yields each parameter with its unsharded float32 start value: the checkpoint's, or an adapter's.
+        """Yield each parameter with its unsharded float32 start value: the checkpoint's, or an
+        adapter's.
 
         With `wider_than`, only parameters that the checkpoint has in another dtype.
         """
@@ -203,14 +241,15 @@ class DeepSpeedPolicy(Offloadable, Policy):
 
     @torch.no_grad()
     def _fill(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Sets a compute weight to an unsharded `value`, the same on all ranks. Collective."""
+        """Set a compute weight to an unsharded `value`, the same on all ranks. Collective."""
         with self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=self.zero_3):
             parameter.copy_(value)
 
     def _make_optimizer_state(self) -> None:
-        """Makes Adam's state, zeros after no steps, at the start, as for FSDP2.
+        """Make Adam's state, zeros after no steps, at the start, as for FSDP2.
 
-        ZeRO-1 and 2 would make it at the first step, and then find only that of the first parameter group.
+        ZeRO-1 and 2 would make it at the first step, and then find only that of the first parameter
+        group.
         """
         zero = self.engine.optimizer
         held = [p for group in zero.optimizer.param_groups for p in group["params"]]
@@ -221,35 +260,40 @@ class DeepSpeedPolicy(Offloadable, Policy):
             zero._lazy_init_hp_params_optimizer_state()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields parameters with their names in the Transformers model, tied ones once."""
+        """Yield parameters with their names in the Transformers model, tied ones once."""
         yield from parameter_names(self.model).items()
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The trained parameters by name: all, or the adapters."""
-        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        """Return the trained parameters by name: all, or the adapters."""
+        return {
+            name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad
+        }
 
     @torch.no_grad()
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
-        """The outputs for each batch, without gradients. Collective."""
+        """Return the outputs for each batch, without gradients. Collective."""
         self.engine.eval()
         return [outputs(self.engine, batch, temperature) for batch in batches]
 
     def update(
         self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
     ) -> UpdateStats:
-        """Runs one optimizer step on all batches, as `Policy.update` describes. Collective."""
+        """Run one optimizer step on all batches, as `Policy.update` describes. Collective."""
         self.engine.train()
         figures = Figures(self.device)
         for number, batch in enumerate(batches, start=1):
             self.engine.set_gradient_accumulation_boundary(number == len(batches))
             loss, sums = loss_fn(batch, outputs(self.engine, batch, temperature))
-            # DeepSpeed averages over ranks, but losses are divided by the step's count over all ranks already.
+            # DeepSpeed averages over ranks, but losses are divided by the step's count over all
+            # ranks already.
             self.engine.backward(loss * world_size(), scale_wrt_gas=False)
             figures.add(batch, loss, sums)
         return self._step(self.updates.learning_rate(place), figures.over_ranks())
 
     def _step(self, rate: float, sums: dict[str, float]) -> UpdateStats:
-        """Applies the update, or skips it if DeepSpeed finds a gradient that is not finite, on all ranks alike."""
+        """Apply the update, or skip it if DeepSpeed finds a gradient that is not finite, on all
+        ranks alike.
+        """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         self.engine.step()
@@ -258,7 +302,9 @@ class DeepSpeedPolicy(Offloadable, Policy):
         return self.updates.count(skipped, norm, rate, sums)
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters and moments of trained parameters, as rows in float32, like those of FSDP2, but copies."""
+        """Return masters and moments of trained parameters, as rows in float32, like those of
+        FSDP2, but copies.
+        """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         model, moments = {}, {}
@@ -266,17 +312,21 @@ class DeepSpeedPolicy(Offloadable, Policy):
             shape = whole_shape(parameter)
             model[name] = self._rows(safe_get_full_fp32_param(parameter), shape)
             for key in MOMENTS:
-                moments[f"{name}.{key}"] = self._rows(safe_get_full_optimizer_state(parameter, key), shape)
+                moments[f"{name}.{key}"] = self._rows(
+                    safe_get_full_optimizer_state(parameter, key), shape
+                )
         return {"model": model, "optimizer": moments, "counters": self.updates.counters()}
 
     def _rows(self, value: Tensor, shape: torch.Size) -> DTensor:
-        """A sharded tensor with this rank's rows of a value that every rank has."""
+        """Return a sharded tensor with this rank's rows of a value that every rank has."""
         mesh = init_device_mesh(self.device.type, (world_size(),), mesh_dim_names=("shard",))
-        return distribute_tensor(value.detach().float().view(shape), mesh, [Shard(0)], src_data_rank=None)
+        return distribute_tensor(
+            value.detach().float().view(shape), mesh, [Shard(0)], src_data_rank=None
+        )
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads a state that `state_dict` returned, of this policy or of an FsdpPolicy."""
+        """Load a state that `state_dict` returned, of this policy or of an FsdpPolicy."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         self.updates.restore(state["counters"])
@@ -287,8 +337,10 @@ class DeepSpeedPolicy(Offloadable, Policy):
             safe_set_full_fp32_param(parameter, value)
             self._fill(parameter, value)
             for key in MOMENTS:
-                safe_set_full_optimizer_state(parameter, state["optimizer"][f"{name}.{key}"].full_tensor(), key)
+                safe_set_full_optimizer_state(
+                    parameter, state["optimizer"][f"{name}.{key}"].full_tensor(), key
+                )
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes the model in Hugging Face format and the compute dtype, without the tokenizer."""
+        """Write the model in Hugging Face format and the compute dtype, without the tokenizer."""
         hf_format.save_pretrained(self.model, folder, self.compute_dtype, self.source)

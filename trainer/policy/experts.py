@@ -1,15 +1,18 @@
-"""Experts in parallel: each rank of a group has some of a mixture's experts, and tokens travel to them and back.
+"""Experts in parallel: each rank of a group has some of a mixture's experts, and tokens travel to
+them and back.
 
-Dense weights are sharded over all ranks. Of eight experts on four ranks with `policy.expert_parallel: 2`, the mesh is
+Dense weights are sharded over all ranks. Of eight experts on four ranks with
+`policy.expert_parallel: 2`, the mesh is
 
     rank                        0      1      2      3
     experts that it computes    0–3    4–7    0–3    4–7     [efsdp, ep], ep is the faster dimension, as in Transformers
     experts that it holds       0–1    4–5    2–3    6–7     FSDP2 shards them over the ranks that compute the same ones
 
 The plan, the split and the exchange of tokens are Transformers' own (`ep_dispatch_experts` in
-transformers/distributed/tensor_parallel.py). Its `from_pretrained` is not, since in 5.19 it refuses experts in parallel
-without tensor parallelism (`prepare_distribute_model` in transformers/distributed/mixin.py), and the policy is built on
-meta, sharded, and loaded in float32 by code of its own.
+transformers/distributed/tensor_parallel.py). Its `from_pretrained` is not, since in 5.19 it refuses
+experts in parallel without tensor parallelism (`prepare_distribute_model` in
+transformers/distributed/mixin.py), and the policy is built on meta, sharded, and loaded in float32
+by code of its own.
 """
 
 from functools import lru_cache
@@ -33,24 +36,36 @@ DISPATCH = "ep_dispatch_experts"
 
 
 def dispatched_experts(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules with experts that Transformers' plan for this model splits; empty if it has no such plan."""
+    """Return the modules with experts that Transformers' plan for this model splits; empty if it
+    has no such plan.
+    """
     plan = model.ep_plan
-    return [m for name, m in model.named_modules() if plan.get(replace_layer_number_by_wildcard(name)) == DISPATCH]
+    return [
+        m
+        for name, m in model.named_modules()
+        if plan.get(replace_layer_number_by_wildcard(name)) == DISPATCH
+    ]
 
 
 def require_experts(model: PreTrainedModel) -> None:
-    """Raises UserError unless Transformers has a plan to split the experts of a model of this class."""
+    """Raise UserError unless Transformers has a plan to split the experts of a model of this
+    class.
+    """
     if not dispatched_experts(model):
         lacks = f"Transformers has no plan to split the experts of {type(model).__name__}"
         raise UserError(f"policy.expert_parallel is above 1, but {lacks}: set it to 1")
 
 
 def split_experts(model: PreTrainedModel, size: int, replicas: int, device: str) -> DeviceMesh:
-    """Splits the experts of a model on meta over groups of `size` ranks, and has their forward exchange tokens.
+    """Split the experts of a model on meta over groups of `size` ranks, and have their forward
+    exchange tokens.
 
-    Returns the mesh for FSDP2: the ranks that hold parts of the same experts, in `replicas` of the model. Collective.
+    Returns the mesh for FSDP2: the ranks that hold parts of the same experts, in `replicas` of the
+    model. Collective.
     """
-    _, plan = resolve_parallel_plans(model, DistributedConfig(fsdp_size=world_size() // replicas, ep_size=size))
+    _, plan = resolve_parallel_plans(
+        model, DistributedConfig(fsdp_size=world_size() // replicas, ep_size=size)
+    )
     mesh = _mesh(dist.group.WORLD, device, (replicas, world_size() // replicas // size, size))
     apply_expert_parallelism(model, mesh["ep"], None, plan)
     return mesh["replicate", "efsdp"] if replicas > 1 else mesh["efsdp"]
@@ -58,5 +73,7 @@ def split_experts(model: PreTrainedModel, size: int, replicas: int, device: str)
 
 @lru_cache(maxsize=1)
 def _mesh(world: dist.ProcessGroup | None, device: str, shape: tuple[int, int, int]) -> DeviceMesh:
-    """The mesh of all models, since each mesh makes groups and, on CUDA, communicators of its own."""
+    """Return the mesh of all models, since each mesh makes groups and, on CUDA, communicators of
+    its own.
+    """
     return init_device_mesh(device, shape, mesh_dim_names=("replicate", "efsdp", "ep"))

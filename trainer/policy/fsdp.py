@@ -1,4 +1,5 @@
-"""The policy on FSDP2: float32 master weights sharded over the ranks, forward and backward in the compute dtype.
+"""The policy on FSDP2: float32 master weights sharded over the ranks, forward and backward in the
+compute dtype.
 
 `ShardedModel` is a model with its optimizer, the common base of the policy and the critic.
 """
@@ -12,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -49,7 +56,8 @@ class ShardedModel(Offloadable):
 
     def __init__(
         self,
-        module: nn.Module,  # the module to call: the model with, possibly, a head that reads its hidden states
+        # The module to call: the model with, possibly, a head that reads its hidden states
+        module: nn.Module,
         model: PreTrainedModel,  # the model, still without data (`hf_format.build_meta_model`)
         source: Path,  # the checkpoint to load
         settings: PolicyConfig,
@@ -58,7 +66,9 @@ class ShardedModel(Offloadable):
         trainable: bool = True,  # False for a frozen model: no gradients, no optimizer
         start: hf_format.StartValue = lambda name, shape: None,  # see `hf_format.load_sharded`
     ) -> None:
-        """Shards and loads the model. Between calls its parameters are DTensors, sharded on dimension 0."""
+        """Shard and load the model. Between calls its parameters are DTensors, sharded on dimension
+        0.
+        """
         super().__init__(
             settings.offload,
             lambda: self._on_device(state_tensors(self.optimizer)),
@@ -70,7 +80,8 @@ class ShardedModel(Offloadable):
         self.device = device
         self.config = settings
         self._on_host = trainable and settings.update_on == "host"
-        self.home = torch.device("cpu") if self._on_host else device  # where weights and optimizer state stay
+        # Where weights and optimizer state stay
+        self.home = torch.device("cpu") if self._on_host else device
         self.birthplace = self._birthplace(trainable)  # where they are made
         self.compute_dtype = getattr(torch, settings.dtype)
         self.updates = Updates(settings, total_updates)
@@ -88,14 +99,14 @@ class ShardedModel(Offloadable):
         return cast(Work, self.module.work)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields sharded parameters with their names in the Transformers model, tied ones once."""
+        """Yield sharded parameters with their names in the Transformers model, tied ones once."""
         yield from parameter_names(self.model).items()
 
     def shard_tensors(self) -> Iterator[Tensor]:
-        """Yields the tensors that have the memory of this rank's shards.
+        """Yield the tensors that have the memory of this rank's shards.
 
-        These are the parameters, FSDP2's buffers to gather from, which have the padding of uneven shards, and the
-        model's saved buffers.
+        These are the parameters, FSDP2's buffers to gather from, which have the padding of uneven
+        shards, and the model's saved buffers.
         """
         yield from saved_buffers(self.model).values()
         groups = (group for unit in self._units() for group in unit._get_fsdp_state()._fsdp_param_groups)
@@ -104,15 +115,21 @@ class ShardedModel(Offloadable):
             yield cast(DTensor, parameter.sharded_param)._local_tensor
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The trained parameters by name: the model's, and those of a head beside it."""
+        """Return the trained parameters by name: the model's, and those of a head beside it."""
         named = self.module.named_parameters()
-        return {name.removeprefix("model."): parameter for name, parameter in named if parameter.requires_grad}
+        return {
+            name.removeprefix("model."): parameter
+            for name, parameter in named
+            if parameter.requires_grad
+        }
 
     def state_dict(self) -> dict[str, Any]:
-        """Live sharded tensors of the trained parameters, for torch.distributed.checkpoint to save and load.
+        """Live sharded tensors of the trained parameters, for torch.distributed.checkpoint to save
+        and load.
 
-        With adapters, the base is loaded from `model.path` again. The optimizer's step count is `version`, and the
-        learning rate is a function of it and of the run's step, so neither is kept.
+        With adapters, the base is loaded from `model.path` again. The optimizer's step count is
+        `version`, and the learning rate is a function of it and of the run's step, so neither is
+        kept.
         """
         model = self.trained()
         return {
@@ -123,19 +140,25 @@ class ShardedModel(Offloadable):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copies a state that `state_dict` returned, of a policy with the same model and number of ranks."""
+        """Copy a state that `state_dict` returned, of a policy with the same model and number of
+        ranks.
+        """
         target = self.state_dict()
         for section in ("model", "optimizer"):
             if target[section].keys() != state[section].keys():
                 different = sorted(target[section].keys() ^ state[section].keys())
-                raise ValueError(f"the {section} state does not fit this model: only one of them has {different[:5]}")
+                raise ValueError(
+                    f"the {section} state does not fit this model: only one of them has {different[:5]}"
+                )
             for name, tensor in target[section].items():
                 tensor.copy_(state[section][name])
         self.updates.restore(state["counters"])
         set_steps(self.optimizer, self.version)
 
     def _birthplace(self, trainable: bool) -> torch.device:
-        """Host memory for what is there while engines are awake: the device may never have room for all of it."""
+        """Host memory for what is there while engines are awake: the device may never have room for
+        all of it.
+        """
         settings = self.config
         away = settings.offload != "none" if trainable else settings.offload_reference is not False
         return torch.device("cpu") if away and self.device.type == "cuda" else self.home
@@ -146,35 +169,49 @@ class ShardedModel(Offloadable):
             buffer.data = buffer.to(self.device)  # FSDP2 moves parameters alone
 
     def _move_weights(self) -> None:
-        """Moves weights that were made in host memory to the device, before they are used for the first time."""
+        """Move weights that were made in host memory to the device, before they are used for the
+        first time.
+        """
         made_elsewhere = self.birthplace != self.home
         if made_elsewhere and next(self.module.parameters()).device.type != self.device.type:
             self.module.to(self.device)
 
     def _on_device(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yields the tensors that are where the model computes, and so could be put away."""
+        """Yield the tensors that are where the model computes, and so could be put away."""
         return (tensor for tensor in tensors if tensor.device.type == self.device.type)
 
-    def _weights(self) -> Iterator[Tensor]:  # a generation shift does not need them once the engines have them
+    def _weights(self) -> Iterator[Tensor]:
+        # a generation shift does not need them once the engines have them
         return self.module.parameters()
 
     def _shard(self) -> None:
-        """Makes an FSDP unit of each decoder layer, of the embeddings and the output head, if untied, and of the rest.
+        """Make an FSDP unit of each decoder layer, of the embeddings and the output head, if
+        untied, and of the rest.
 
-        The head is then gathered during the last layers' forward, and its gradients are reduced during backward.
+        The head is then gathered during the last layers' forward, and its gradients are reduced
+        during backward.
         """
         mesh = shard_mesh(self.device, self.config.shard_size)
         precision = MixedPrecisionPolicy(self.compute_dtype, torch.float32)
-        shard = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=self._offload_policy())
+        shard = partial(
+            fully_shard, mesh=mesh, mp_policy=precision, offload_policy=self._offload_policy()
+        )
         self._replicas = world_size() // mesh.size(-1)
         self._compile()
-        # Inputs and outputs keep their dtypes in units that are no layer: routers weigh experts in float32, and image
-        # encoders compute rotary frequencies in it.
+        # Inputs and outputs keep their dtypes in units that are no layer: routers weigh experts in
+        # float32, and image encoders compute rotary frequencies in it.
         kept = MixedPrecisionPolicy(self.compute_dtype, torch.float32, cast_forward_inputs=False)
         if self.config.expert_parallel > 1 and (experts := dispatched_experts(self.model)):
-            holders = split_experts(self.model, self.config.expert_parallel, self._replicas, self.device.type)
+            holders = split_experts(
+                self.model, self.config.expert_parallel, self._replicas, self.device.type
+            )
             for layer in experts:
-                shard(layer, mesh=holders, mp_policy=kept, reshard_after_forward=self.config.reshard_after_forward)
+                shard(
+                    layer,
+                    mesh=holders,
+                    mp_policy=kept,
+                    reshard_after_forward=self.config.reshard_after_forward,
+                )
         for layer in decoder(self.model).layers:
             shard(layer, reshard_after_forward=self.config.reshard_after_forward)
         for layer in encoder_layers(self.model):
@@ -184,33 +221,39 @@ class ShardedModel(Offloadable):
             ends = [embedding]
         else:
             ends = [] if head.weight is embedding.weight else [embedding, head]
-        # The weights of these units are needed again soon after the forward pass, so they stay until the end of
-        # backward.
+        # The weights of these units are needed again soon after the forward pass, so they stay
+        # until the end of backward.
         for unit in (*ends, self.module):
             shard(unit, reshard_after_forward=False)
         for unit in self._units():
-            # The loss is divided by the step's count over all ranks already, so gradients are summed over ranks, not
-            # averaged. A divide factor alone would need a scaled reduction, which gloo does not have
-            # (https://github.com/pytorch/pytorch/pull/155915). A single rank would divide by it into a new tensor.
+            # The loss is divided by the step's count over all ranks already, so gradients are
+            # summed over ranks, not averaged. A divide factor alone would need a scaled reduction,
+            # which gloo does not have (https://github.com/pytorch/pytorch/pull/155915). A single
+            # rank would divide by it into a new tensor.
             if not self._alone:
                 unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
 
     def _offload_policy(self) -> OffloadPolicy:
-        """PyTorch's own policy where the update is the host's (`policy.update_on`).
+        """Return PyTorch's own policy where the update is the host's (`policy.update_on`).
 
-        A block of our own to which gradients move unit by unit was weighed. It could keep rounded weights on the device
-        and overlap the optimizer's step with backward, but clipping needs the norm of all gradients first. FSDP2's
-        policy gathers from page-locked memory, awaits each copy of a gradient before the optimizer's step, and adds up
-        micro-batches in their order, so that a step equals the device's and a resumed run itself, bit for bit.
+        A block of our own to which gradients move unit by unit was weighed. It could keep rounded
+        weights on the device and overlap the optimizer's step with backward, but clipping needs the
+        norm of all gradients first. FSDP2's policy gathers from page-locked memory, awaits each
+        copy of a gradient before the optimizer's step, and adds up micro-batches in their order, so
+        that a step equals the device's and a resumed run itself, bit for bit.
         """
-        return CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self._on_host else OffloadPolicy()
+        return (
+            CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self._on_host else OffloadPolicy()
+        )
 
     def _compile(self) -> None:
-        """Compiles the norms and dense MLPs of the decoder layers, for any length, since lengths of packs differ.
+        """Compile the norms and dense MLPs of the decoder layers, for any length, since lengths of
+        packs differ.
 
-        Entire layers would have checkpointing, scoring and padding among their inputs: they would exceed the limit of
-        recompilations (torch._dynamo.config.recompile_limit), and run uncompiled from then on.
+        Entire layers would have checkpointing, scoring and padding among their inputs: they would
+        exceed the limit of recompilations (torch._dynamo.config.recompile_limit), and run
+        uncompiled from then on.
         """
         layers = decoder(self.model).layers if self.config.compile else ()
         for module in (module for layer in layers for module in layer.modules()):
@@ -219,8 +262,12 @@ class ShardedModel(Offloadable):
                 module.compile(dynamic=True)
 
     @torch.no_grad()
-    def _without_gradients(self, batches: list[MicroBatch], forward: Callable[[MicroBatch], Result]) -> list[Result]:
-        """The results of `forward` for each batch, in evaluation mode and without gradients."""
+    def _without_gradients(
+        self, batches: list[MicroBatch], forward: Callable[[MicroBatch], Result]
+    ) -> list[Result]:
+        """Return the results of `forward` for each batch, in evaluation mode and without
+        gradients.
+        """
         self._move_weights()
         self.module.eval()
         results = [forward(batch) for batch in batches]
@@ -228,9 +275,11 @@ class ShardedModel(Offloadable):
         return results
 
     def _update(self, batches: list[MicroBatch], loss_of: LossOf, place: float | None) -> UpdateStats:
-        """Runs one optimizer step on the sum of all losses over micro-batches and ranks, or skips it on all ranks.
+        """Run one optimizer step on the sum of all losses over micro-batches and ranks, or skip it
+        on all ranks.
 
-        Raises TrainingDiverged on all ranks if the last `max_skipped_steps` updates were all skipped.
+        Raises TrainingDiverged on all ranks if the last `max_skipped_steps` updates were all
+        skipped.
         """
         self._move_weights()
         if self._state_to_move:
@@ -252,9 +301,14 @@ class ShardedModel(Offloadable):
         rate = self.updates.learning_rate(place)
         return self._step(gradients, totals.pop("squared_norm") ** 0.5, rate, totals)
 
-    def _step(self, gradients: list[Tensor], norm: float, rate: float, sums: dict[str, float]) -> UpdateStats:
-        """Clips and applies gradients, or skips them. Loss and norm are sums over ranks, so all ranks decide alike."""
-        finite = abs(sums["loss"]) < float("inf") and norm < float("inf")  # both comparisons are false for NaN
+    def _step(
+        self, gradients: list[Tensor], norm: float, rate: float, sums: dict[str, float]
+    ) -> UpdateStats:
+        """Clip and apply gradients, or skip them. Loss and norm are sums over ranks, so all ranks
+        decide alike.
+        """
+        # Both comparisons are false for NaN
+        finite = abs(sums["loss"]) < float("inf") and norm < float("inf")
         if finite:
             if norm > self.config.max_grad_norm:
                 torch._foreach_mul_(gradients, self.config.max_grad_norm / (norm + 1e-6))
@@ -267,9 +321,10 @@ class ShardedModel(Offloadable):
         return self.updates.count(not finite, norm, rate, sums)
 
     def _reduce_gradients(self, unit: FSDPModule, last: bool) -> None:
-        """Reduces a unit's gradients over replicas once per update, not once per micro-batch.
+        """Reduce a unit's gradients over replicas once per update, not once per micro-batch.
 
-        The gradients of a single rank, which are whole, are also copied only once into those of its shards.
+        The gradients of a single rank, which are whole, are also copied only once into those of its
+        shards.
         """
         if self._alone:
             unit.set_requires_gradient_sync(last, recurse=False)
@@ -278,11 +333,15 @@ class ShardedModel(Offloadable):
 
     @property
     def _alone(self) -> bool:
-        """True for a single rank on a CPU; on a GPU its gradients are not yet known to take less memory so."""
+        """True for a single rank on a CPU; on a GPU its gradients are not yet known to take less
+        memory so.
+        """
         return world_size() == 1 and self.device.type == "cpu"
 
     def _reshard(self) -> None:
-        """Frees gathered weights that were kept, so that every parameter is sharded outside of calls."""
+        """Free gathered weights that were kept, so that every parameter is sharded outside of
+        calls.
+        """
         for unit in self._units():
             unit.reshard()
 
@@ -303,10 +362,12 @@ class FsdpPolicy(ShardedModel, Policy):
         value_head: bool = False,
         lora: LoraConfig = NO_ADAPTERS,
     ) -> None:
-        """Builds, shards and loads the model on "cpu", or on this rank's CUDA device; arguments as in `ShardedModel`.
+        """Build, shard and load the model on "cpu", or on this rank's CUDA device; arguments as in
+        `ShardedModel`.
 
-        The weights of a model that is not `trainable` (a reference), and of the base of adapters, are in the compute
-        dtype; adapters are in float32. With a value head, a critic that shares the trunk, outputs also have values.
+        The weights of a model that is not `trainable` (a reference), and of the base of adapters,
+        are in the compute dtype; adapters are in float32. With a value head, a critic that shares
+        the trunk, outputs also have values.
         """
         source = hf_format.resolve_folder(model.path)
         dtype = torch.float32 if trainable and not lora.rank else getattr(torch, policy.dtype)
@@ -315,44 +376,54 @@ class FsdpPolicy(ShardedModel, Policy):
             add_adapters(built, lora, torch.float32, "meta")
         if trainable:
             freeze(built, policy.freeze)
-            hf_format.checkpoint_activations(built, policy.activation_checkpointing, policy.offload_activations)
+            hf_format.checkpoint_activations(
+                built, policy.activation_checkpointing, policy.offload_activations
+            )
         if device.type == "cpu" and policy.dtype == "float32":
             add_rows_to_head(built)
         routers = asked_routers(built, model.routes) if trainable else {}
         self.routing = Routing(built, routers, model.routes == "recorded") if routers else None
         vision = hf_format.make_vision(built, source)
         module = PolicyModule(built, policy.fp32_head, value_head, self.routing, vision)
-        super().__init__(module, built, source, policy, device, total_updates, trainable, first_values(lora))
+        super().__init__(
+            module, built, source, policy, device, total_updates, trainable, first_values(lora)
+        )
         if trainable:
             self._move_weights()  # the first sync sends them
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
-        """The outputs for each batch, without gradients. Collective."""
+        """Return the outputs for each batch, without gradients. Collective."""
         return self._without_gradients(batches, lambda batch: outputs(self.module, batch, temperature))
 
     def update(
         self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
     ) -> UpdateStats:
-        """Runs one optimizer step on all batches, as `Policy.update` describes. Collective."""
-        return self._update(batches, lambda batch: loss_fn(batch, outputs(self.module, batch, temperature)), place)
+        """Run one optimizer step on all batches, as `Policy.update` describes. Collective."""
+        return self._update(
+            batches, lambda batch: loss_fn(batch, outputs(self.module, batch, temperature)), place
+        )
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes the model in Hugging Face format and the compute dtype, without the tokenizer."""
+        """Write the model in Hugging Face format and the compute dtype, without the tokenizer."""
         hf_format.save_pretrained(self.model, folder, self.compute_dtype, self.source)
 
 
 class FrozenPolicy(FsdpPolicy):
-    """A frozen reference. With `policy.offload_reference`, its weights are on the device only while it scores."""
+    """A frozen reference. With `policy.offload_reference`, its weights are on the device only while
+    it scores.
+    """
 
     def __init__(self, model: ModelConfig, policy: PolicyConfig, device: torch.device) -> None:
-        """Builds, shards and loads the model; arguments as in `FsdpPolicy`."""
+        """Build, shard and load the model; arguments as in `FsdpPolicy`."""
         super().__init__(model, policy, device, trainable=False)
         away = device.type == "cuda" if policy.offload_reference is None else policy.offload_reference
-        self._home = Offload(lambda: self._on_device(self.module.parameters()) if away else [], constant=True)
+        self._home = Offload(
+            lambda: self._on_device(self.module.parameters()) if away else [], constant=True
+        )
         self._home.release()
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
-        """The outputs for each batch, without gradients. Collective."""
+        """Return the outputs for each batch, without gradients. Collective."""
         self._home.restore()
         outputs = super().score(batches, temperature)
         self._home.release()
@@ -360,10 +431,12 @@ class FrozenPolicy(FsdpPolicy):
 
 
 def shard_mesh(device: torch.device, shard_size: int | None) -> DeviceMesh:
-    """The device mesh of all ranks in one row, each with its shard; or, with `shard_size`, in rows of that size (HSDP).
+    """Return the device mesh of all ranks in one row, each with its shard; or, with `shard_size`,
+    in rows of that size (HSDP).
 
-    The rows are replicas: the ranks of a row share a machine and gather weights from one another, and only sums of
-    gradients go between machines. Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277), 3.2.2.
+    The rows are replicas: the ranks of a row share a machine and gather weights from one another,
+    and only sums of gradients go between machines. Zhao et al. 2023, PyTorch FSDP (arXiv
+    2304.11277), 3.2.2.
     """
     ranks = world_size()
     if shard_size is None or shard_size == ranks:
@@ -373,5 +446,9 @@ def shard_mesh(device: torch.device, shard_size: int | None) -> DeviceMesh:
 
 @lru_cache(maxsize=1)
 def _rows(world: dist.ProcessGroup | None, device: str, ranks: int, shard_size: int) -> DeviceMesh:
-    """A mesh of rows, the same for all models, since each mesh makes groups and, on CUDA, communicators of its own."""
-    return init_device_mesh(device, (ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+    """Return a mesh of rows, the same for all models, since each mesh makes groups and, on CUDA,
+    communicators of its own.
+    """
+    return init_device_mesh(
+        device, (ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard")
+    )

@@ -1,11 +1,12 @@
 """Loading and saving of sharded models in Hugging Face format; no rank ever has the entire model.
 
-A model is built without data and sharded; then each rank reads its rows, and no others, from the safetensors files. To
-save it, parameters are gathered one at a time and rank 0 writes them.
+A model is built without data and sharded; then each rank reads its rows, and no others, from the
+safetensors files. To save it, parameters are gathered one at a time and rank 0 writes them.
 
-Transformers 5 keeps some weights fused in memory, above all a mixture's experts, while checkpoints (and vLLM, which
-reads them) have one tensor for each expert. Loading, saving and the weight sync all use `checkpoint_views`, which says
-which range of a parameter's elements is which checkpoint tensor.
+Transformers 5 keeps some weights fused in memory, above all a mixture's experts, while checkpoints
+(and vLLM, which reads them) have one tensor for each expert. Loading, saving and the weight sync
+all use `checkpoint_views`, which says which range of a parameter's elements is which checkpoint
+tensor.
 """
 
 import copy
@@ -59,14 +60,20 @@ COPIED = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files of a checkpoint that training does not change; without an image processor, vLLM builds another encoder."""
+"""Files of a checkpoint that training does not change; without an image processor, vLLM builds
+another encoder.
+"""
 
 StartValue = Callable[[str, torch.Size], Tensor | None]
-"""(name, shape) -> the unsharded start value of a parameter, the same on all ranks; None: the checkpoint's."""
+"""(name, shape) -> the unsharded start value of a parameter, the same on all ranks; None: the
+checkpoint's.
+"""
 
 
 class CheckpointView(NamedTuple):
-    """A checkpoint tensor as a contiguous part of a parameter: elements [offset, offset + prod(shape))."""
+    """A checkpoint tensor as a contiguous part of a parameter: elements [offset, offset +
+    prod(shape)).
+    """
 
     name: str
     offset: int
@@ -74,7 +81,9 @@ class CheckpointView(NamedTuple):
 
 
 def resolve_folder(path: str) -> Path:
-    """The local folder of a model; for a hub name, downloads configuration, tokenizer and safetensors files."""
+    """Return the local folder of a model; for a hub name, downloads configuration, tokenizer and
+    safetensors files.
+    """
     if Path(path).is_dir():
         return Path(path)
     try:
@@ -83,35 +92,50 @@ def resolve_folder(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=wanted, ignore_patterns=["consolidated*"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"model.path {path} is neither a folder nor a model to download: {reason}") from error
+        raise UserError(
+            f"model.path {path} is neither a folder nor a model to download: {reason}"
+        ) from error
 
 
 def build_meta_model(
-    folder: Path, settings: ModelConfig, dtype: torch.dtype, device: torch.device, kind: Any = None, **overrides: Any
+    folder: Path,
+    settings: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kind: Any = None,
+    **overrides: Any,
 ) -> PreTrainedModel:
-    """Builds the model without its weights: parameters on meta, computed buffers (rotary frequencies) on `device`.
+    """Build the model without its weights: parameters on meta, computed buffers (rotary
+    frequencies) on `device`.
 
-    `settings` give attention and remote code, not the path. `kind` is the automatic class that finds the model's class,
-    by default that for language models, text-only or multimodal, and `overrides` replace keys of config.json. Raises
-    UserError if the trainer cannot run such a model.
+    `settings` give attention and remote code, not the path. `kind` is the automatic class that
+    finds the model's class, by default that for language models, text-only or multimodal, and
+    `overrides` replace keys of config.json. Raises UserError if the trainer cannot run such a
+    model.
     """
     asked, remote = settings.attn_implementation, settings.trust_remote_code
     config = AutoConfig.from_pretrained(folder, trust_remote_code=remote, **overrides)
     with torch.device("meta"):
-        build = partial((kind or model_kind(config)).from_config, config, dtype=dtype, trust_remote_code=remote)
+        build = partial(
+            (kind or model_kind(config)).from_config, config, dtype=dtype, trust_remote_code=remote
+        )
         try:
             model: PreTrainedModel = build(attn_implementation=asked)
         except ValueError as error:
             if "does not support an attention implementation" not in str(error):
                 raise
-            model = build(attn_implementation="eager")  # `choose_attention` refuses `asked` unless ours replaces it
+            # `choose_attention` refuses `asked` unless ours replaces it
+            model = build(attn_implementation="eager")
     for name in filter(is_route_bias, saved_buffers(model)):
         set_buffer(model, name, model.get_buffer(name).float())
-    if model.base_model is model and hasattr(model, "model"):  # Llama 4 names another attribute than it has
+    if model.base_model is model and hasattr(model, "model"):
+        # Llama 4 names another attribute than it has
         model.base_model_prefix = "model"
     if not hasattr(decoder(model), "layers"):
         name = type(model).__name__
-        raise UserError(f"{folder}: {name} does not keep its decoder layers in one list: use another model")
+        raise UserError(
+            f"{folder}: {name} does not keep its decoder layers in one list: use another model"
+        )
     if kind is None:  # others have no output head
         logits_of(model)
     choose_attention(model, asked)
@@ -123,12 +147,15 @@ def build_meta_model(
         for module in computing:
             for name in module._non_persistent_buffers_set:
                 module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
-        # Some models compute buffers of their layers themselves. Parameters are on meta, where this does nothing.
+        # Some models compute buffers of their layers themselves. Parameters are on meta, where this
+        # does nothing.
         for module in dict.fromkeys([*computing, *owners.values()]):
             owners[module]._init_weights(module)
     # `revert_weight_conversion` would search all modules for it again for each parameter.
     conversions = get_model_conversion_mapping(model, add_legacy=False)
-    if split := next((one for one in conversions if isinstance(one, WeightConverter) and _splits(one)), None):
+    if split := next(
+        (one for one in conversions if isinstance(one, WeightConverter) and _splits(one)), None
+    ):
         how = f"makes several weights of one tensor of its checkpoint ({split.source_patterns[0]})"
         raise UserError(f"{folder}: {type(model).__name__} {how}: use another model")
     model._weight_conversions = [one for one in conversions if not isinstance(one, PrefixChange)]
@@ -136,33 +163,43 @@ def build_meta_model(
 
 
 def _splits(conversion: WeightConverter) -> bool:
-    """True if several weights come from one tensor of the checkpoint, so that none of them is a part of it alone."""
+    """Return True if several weights come from one tensor of the checkpoint, so that none of them
+    is a part of it alone.
+    """
     return len(conversion.source_patterns) < len(conversion.target_patterns)
 
 
 def model_kind(config: PretrainedConfig) -> Any:
-    """The automatic class for a model to train, which answers in text and may take images."""
+    """Return the automatic class for a model to train, which answers in text and may take
+    images.
+    """
     return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
 
 
 def choose_attention(model: PreTrainedModel, asked: str) -> None:
-    """Replaces PyTorch's attention by the trainer's if the result is the same.
+    """Replace PyTorch's attention by the trainer's if the result is the same.
 
-    Image encoders, which are not causal, keep the implementation that was asked for. Raises UserError if neither the
-    trainer nor Transformers has that for this model.
+    Image encoders, which are not causal, keep the implementation that was asked for. Raises
+    UserError if neither the trainer nor Transformers has that for this model.
     """
     chosen = attention.implementation(asked, model)
     try:
         model.set_attn_implementation(
-            {"": chosen, "text_config": chosen, "vision_config": asked} if has_vision(model.config) else chosen
+            {"": chosen, "text_config": chosen, "vision_config": asked}
+            if has_vision(model.config)
+            else chosen
         )
     except ValueError as error:
         lacks = f"Transformers has no {asked} for {type(model).__name__}"
-        raise UserError(f"model.attn_implementation: {lacks}: set it to eager, and batch.packing to false") from error
+        raise UserError(
+            f"model.attn_implementation: {lacks}: set it to eager, and batch.packing to false"
+        ) from error
 
 
 def make_vision(model: PreTrainedModel, folder: Path) -> "Vision | None":
-    """The preparer of images for a multimodal model, with its processor from `folder`; None for other models."""
+    """Return the preparer of images for a multimodal model, with its processor from `folder`; None
+    for other models.
+    """
     if not has_vision(model.config):
         return None
     from generation.images import ImageProcessor  # imports torchvision
@@ -174,43 +211,53 @@ def make_vision(model: PreTrainedModel, folder: Path) -> "Vision | None":
 def checkpoint_activations(
     model: PreTrainedModel, layers: Literal["none", "every_second", "full"], offload: bool = False
 ) -> None:
-    """Makes decoder layers keep only their input and recompute the rest in backward (arXiv:1604.06174).
+    """Make decoder layers keep only their input and recompute the rest in backward
+    (arXiv:1604.06174).
 
-    With `offload` the inputs of layers on a GPU wait in page-locked host memory (`torch.autograd.graph.save_on_cpu`).
+    With `offload` the inputs of layers on a GPU wait in page-locked host memory
+    (`torch.autograd.graph.save_on_cpu`).
     """
     if layers != "none":
         every, offload = 1 if layers == "full" else 2, offload and torch.cuda.is_available()
-        model.gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=every, offload=offload)
+        model.gradient_checkpointing_enable(
+            {"use_reentrant": False}, every_n_layers=every, offload=offload
+        )
 
 
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by name in memory, each once: of tied ones only the first, which checkpoints contain."""
+    """Return parameters by name in memory, each once: of tied ones only the first, which
+    checkpoints contain.
+    """
     return dict(model.named_parameters(remove_duplicate=True))
 
 
 def checkpoint_views(model: PreTrainedModel, name: str, shape: Iterable[int]) -> list[CheckpointView]:
-    """The checkpoint tensors that the parameter `name` of `shape` consists of, in the order of their elements.
+    """Return the checkpoint tensors that the parameter `name` of `shape` consists of, in the order
+    of their elements.
 
-    They are found by sending a tensor without data through Transformers' conversion to checkpoint format and comparing
-    each result, a view, with that tensor. For example, two experts' fused gate and up projections, [2, 2 I, H] in
-    memory, are
+    They are found by sending a tensor without data through Transformers' conversion to checkpoint
+    format and comparing each result, a view, with that tensor. For example, two experts' fused gate
+    and up projections, [2, 2 I, H] in memory, are
 
         experts.0.gate_proj.weight    offset 0          [I, H]
         experts.0.up_proj.weight      offset I H        [I, H]
         experts.1.gate_proj.weight    offset 2 I H      [I, H]
         experts.1.up_proj.weight      offset 3 I H      [I, H]
 
-    Raises ValueError if a checkpoint tensor is not a contiguous part of the parameter (a transposed weight, for
-    example), or if the tensors do not cover the parameter.
+    Raises ValueError if a checkpoint tensor is not a contiguous part of the parameter (a transposed
+    weight, for example), or if the tensors do not cover the parameter.
     """
     shape = tuple(shape)
-    name = name.replace(".base_layer.", ".")  # PEFT keeps the weights of a layer with an adapter one level down
+    # PEFT keeps the weights of a layer with an adapter one level down
+    name = name.replace(".base_layer.", ".")
     probe = torch.empty(shape, device="meta").as_subclass(_ViewProbe)
     storage = probe.untyped_storage()._cdata
     views = []
     for checkpoint_name, piece in revert_weight_conversion(model, {name: probe}).items():
         if piece.untyped_storage()._cdata != storage or not piece.is_contiguous():
-            raise ValueError(f"{checkpoint_name} in the checkpoint is not a contiguous part of {name} in memory")
+            raise ValueError(
+                f"{checkpoint_name} in the checkpoint is not a contiguous part of {name} in memory"
+            )
         checkpoint_name = getattr(model, OWN_NAMES, {}).get(checkpoint_name, checkpoint_name)
         views.append(CheckpointView(checkpoint_name, int(piece.storage_offset()), tuple(piece.shape)))
     views.sort(key=lambda view: view.offset)
@@ -221,52 +268,73 @@ def checkpoint_views(model: PreTrainedModel, name: str, shape: Iterable[int]) ->
             raise ValueError(f"{view.name} in the checkpoint {begins}, not at {expected}")
         expected += math.prod(view.shape)
     if expected != math.prod(shape):
-        raise ValueError(f"the checkpoint's tensors cover {expected} elements of {name}, which has {math.prod(shape)}")
+        raise ValueError(
+            f"the checkpoint's tensors cover {expected} elements of {name}, which has {math.prod(shape)}"
+        )
     return views
 
 
 OWN_NAMES = "hotbunk_own_names"
-"""The attribute of a model in which `adopt_names` keeps names: Transformers' -> the checkpoint's."""
+"""The attribute of a model in which `adopt_names` keeps names: Transformers' -> the
+checkpoint's.
+"""
 
 
 def adopt_names(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Makes image encoders keep the names that they have in the model's checkpoint, which vLLM needs as well.
+    """Make image encoders keep the names that they have in the model's checkpoint, which vLLM needs
+    as well.
 
-    Checkpoints on the hub have a level `vision_model` in these names, which vLLM 0.32 requires, and which Transformers
-    5 removes and does not add again (`PrefixChange` in transformers/conversion_mapping.py), so that vLLM cannot load
-    what it saves.
+    Checkpoints on the hub have a level `vision_model` in these names, which vLLM 0.32 requires, and
+    which Transformers 5 removes and does not add again (`PrefixChange` in
+    transformers/conversion_mapping.py), so that vLLM cannot load what it saves.
     """
-    named = {name.replace(".vision_model.", ".", 1): name for name in names} if has_vision(model.config) else {}
+    named = (
+        {name.replace(".vision_model.", ".", 1): name for name in names}
+        if has_vision(model.config)
+        else {}
+    )
     setattr(model, OWN_NAMES, {plain: name for plain, name in named.items() if plain != name})
 
 
 class _ViewProbe(Tensor):
-    """A tensor whose `contiguous()` returns itself, since conversions call it on chunks and a copy hides its origin."""
+    """A tensor whose `contiguous()` returns itself, since conversions call it on chunks and a copy
+    hides its origin.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func is Tensor.contiguous else super().__torch_function__(func, types, args, kwargs or {})
+        return (
+            args[0]
+            if func is Tensor.contiguous
+            else super().__torch_function__(func, types, args, kwargs or {})
+        )
 
 
 def load_sharded(
-    model: PreTrainedModel, folder: Path, device: torch.device, start: StartValue = lambda name, shape: None
+    model: PreTrainedModel,
+    folder: Path,
+    device: torch.device,
+    start: StartValue = lambda name, shape: None,
 ) -> None:
-    """Fills the sharded model's parameters and saved buffers from `folder`; tied parameters stay tied.
+    """Fill the sharded model's parameters and saved buffers from `folder`; tied parameters stay
+    tied.
 
-    Each rank reads its own rows. Raises UserError naming a tensor that the checkpoint lacks or has in another shape.
+    Each rank reads its own rows. Raises UserError naming a tensor that the checkpoint lacks or has
+    in another shape.
     """
     files = SafetensorsFolder(folder)
     adopt_names(model, files.names)
 
     def rows(name: str, tensor: Tensor, begin: int, end: int) -> Tensor:
-        """Elements [begin, end) of a parameter or buffer, in its dtype, on the device."""
+        """Return elements [begin, end) of a parameter or buffer, in its dtype, on the device."""
         if (value := start(name, tensor.shape)) is not None:
             return value.reshape(-1)[begin:end].to(device, tensor.dtype, copy=True)
         return files.read(checkpoint_views(model, name, tensor.shape), begin, end, tensor.dtype, device)
 
     loaded: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
-    # A tied parameter occurs under each of its names; the same object for all of them keeps it tied.
+    # A tied parameter occurs under each of its names; the same object for all of them keeps it
+    # tied.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in loaded:
             loaded[id(parameter)] = _filled(parameter, partial(rows, name, parameter))
@@ -280,7 +348,8 @@ def load_sharded(
 
 
 def require_tensors(model: PreTrainedModel, folder: Path) -> None:
-    """Raises UserError naming a tensor of the model that the checkpoint lacks or has in another shape.
+    """Raise UserError naming a tensor of the model that the checkpoint lacks or has in another
+    shape.
 
     It reads the headers alone, which takes no memory for the weights.
     """
@@ -292,23 +361,30 @@ def require_tensors(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _require_shape(folder: Path, view: CheckpointView, shape: Sequence[int] | None) -> None:
-    """Raises UserError unless a stored tensor (None: there is none of this name) has the shape that the model needs."""
+    """Raise UserError unless a stored tensor (None: there is none of this name) has the shape that
+    the model needs.
+    """
     if shape is None:
         raise UserError(f"{folder} has no tensor {view.name}, which the model in its config.json needs")
     if tuple(shape) != view.shape:
         needed = f"but the model in its config.json needs {list(view.shape)}"
-        raise UserError(f"{view.name} in {folder} has shape {list(shape)}, {needed}: correct the one or the other")
+        raise UserError(
+            f"{view.name} in {folder} has shape {list(shape)}, {needed}: correct the one or the other"
+        )
 
 
 def _filled(parameter: nn.Parameter, rows: Callable[[int, int], Tensor]) -> nn.Parameter:
-    """A parameter like `parameter`, with this rank's rows as data, or with all rows if it is not sharded."""
+    """Return a parameter like `parameter`, with this rank's rows as data, or with all rows if it is
+    not sharded.
+    """
     local: Tensor
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
         begin = offset[0] * math.prod(parameter.shape[1:])
         part = rows(begin, begin + math.prod(shape)).view(shape)
-        local = torch.empty_like(parameter, device=part.device)  # `DTensor.from_local` would move it to the mesh's
+        # `DTensor.from_local` would move it to the mesh's
+        local = torch.empty_like(parameter, device=part.device)
         local_part(local).copy_(part)
     else:
         local = rows(0, parameter.numel()).view(parameter.shape)
@@ -316,7 +392,9 @@ def _filled(parameter: nn.Parameter, rows: Callable[[int, int], Tensor]) -> nn.P
 
 
 class SafetensorsFolder:
-    """The tensors of a checkpoint, in one file or in several with an index; files are opened on first use."""
+    """The tensors of a checkpoint, in one file or in several with an index; files are opened on
+    first use.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -332,16 +410,17 @@ class SafetensorsFolder:
         self.names = set(self._file_of)
 
     def dtypes(self, views: list[CheckpointView]) -> set[torch.dtype]:
-        """The dtypes of the stored tensors."""
+        """Return the dtypes of the stored tensors."""
         return {self._stored(view)[:0].dtype for view in views}
 
     def read(
         self, views: list[CheckpointView], begin: int, end: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Elements [begin, end) of the tensor that `views` make up, flat; reads only the rows that it needs.
+        """Return elements [begin, end) of the tensor that `views` make up, flat; reads only the
+        rows that it needs.
 
-        Raises UserError naming a tensor that is missing or has another shape; ValueError if `begin` or `end` lies
-        inside a row.
+        Raises UserError naming a tensor that is missing or has another shape; ValueError if `begin`
+        or `end` lies inside a row.
         """
         result = torch.empty(end - begin, dtype=dtype, device=device)
         for view in views:
@@ -361,7 +440,9 @@ class SafetensorsFolder:
         return result
 
     def _stored(self, view: CheckpointView) -> Any:
-        """The tensor on disk, not read yet. All ranks check every tensor, so that all fail alike."""
+        """Return the tensor on disk, not read yet. All ranks check every tensor, so that all fail
+        alike.
+        """
         if view.name not in self._file_of:
             _require_shape(self.folder, view, None)
         self.used.add(view.name)
@@ -374,26 +455,36 @@ class SafetensorsFolder:
             try:
                 self._handles[file] = safe_open(self.folder / file, framework="pt", device="cpu")
             except (OSError, SafetensorError) as error:
-                raise UserError(f"{self.folder / file} cannot be read: {str(error).partition(chr(10))[0]}") from error
+                raise UserError(
+                    f"{self.folder / file} cannot be read: {str(error).partition(chr(10))[0]}"
+                ) from error
         return self._handles[file]
 
 
 def save_pretrained(
-    model: PreTrainedModel, folder: Path, dtype: torch.dtype, source: Path, shard_bytes: int = SHARD_BYTES
+    model: PreTrainedModel,
+    folder: Path,
+    dtype: torch.dtype,
+    source: Path,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes weights in `dtype` under checkpoint names, adapters merged, and the configuration. Collective.
+    """Write weights in `dtype` under checkpoint names, adapters merged, and the configuration.
+    Collective.
 
-    Tied copies are left out, as from_pretrained and vLLM expect. If rank 0 cannot write, it keeps taking part in the
-    gathers, and the call then fails on all ranks. Rank 0 needs memory for the tensors of one file, other ranks for one
-    parameter. The files `COPIED` are copied from `source`, the folder that the model came from. A file has at most
-    `shard_bytes`, unless one parameter is larger.
+    Tied copies are left out, as from_pretrained and vLLM expect. If rank 0 cannot write, it keeps
+    taking part in the gathers, and the call then fails on all ranks. Rank 0 needs memory for the
+    tensors of one file, other ranks for one parameter. The files `COPIED` are copied from `source`,
+    the folder that the model came from. A file has at most `shard_bytes`, unless one parameter is
+    larger.
     """
     writer = _Writer(folder, shard_bytes)
     for name, tensor in _full_tensors(model, dtype):
         if is_main() and writer.error is None:
             flat = tensor.cpu().reshape(-1)
             views = checkpoint_views(model, name, tensor.shape)
-            writer.add({v.name: flat[v.offset : v.offset + math.prod(v.shape)].view(v.shape) for v in views})
+            writer.add(
+                {v.name: flat[v.offset : v.offset + math.prod(v.shape)].view(v.shape) for v in views}
+            )
     with agreed(f"writing the model to {folder}"):
         if not is_main():
             return
@@ -408,7 +499,9 @@ def save_pretrained(
 
 
 def _full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields each parameter, with its adapter added, then each saved buffer, by name in memory. Collective."""
+    """Yield each parameter, with its adapter added, then each saved buffer, by name in memory.
+    Collective.
+    """
     adapters = low_rank(model)
     for name, parameter in parameter_names(model).items():
         if name in adapters:
@@ -419,7 +512,9 @@ def _full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[
 
 
 def _gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """The unsharded parameter on every rank, cast before it is gathered if the backend allows that."""
+    """Return the unsharded parameter on every rank, cast before it is gathered if the backend
+    allows that.
+    """
     if hasattr(parameter, "ds_tensor"):
         import deepspeed
 
@@ -430,7 +525,9 @@ def _gather(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Writer:
-    """A writer that collects tensors, writes a file before they exceed `limit` bytes, and names files at the end."""
+    """A writer that collects tensors, writes a file before they exceed `limit` bytes, and names
+    files at the end.
+    """
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder = folder
@@ -441,7 +538,7 @@ class _Writer:
         self.parts: dict[Path, list[str]] = {}  # the names of the tensors in each file
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Takes the tensors of a parameter, which go into the same file."""
+        """Take the tensors of a parameter, which go into the same file."""
         size = sum(tensor.nbytes for tensor in (self.pending | tensors).values())
         try:
             if self.pending and size > self.limit:
@@ -451,19 +548,25 @@ class _Writer:
         self.pending |= tensors
 
     def close(self) -> None:
-        """Writes the rest, gives the files their final names, and writes the index if there are several."""
+        """Write the rest, give the files their final names, and write the index if there are
+        several.
+        """
         if self.error is not None:
             raise self.error
         self._flush()
         count = len(self.parts)
         weight_map: dict[str, str] = {}
         for number, (part, names) in enumerate(self.parts.items(), start=1):
-            final = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            final = (
+                "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            )
             part.rename(self.folder / final)
             weight_map |= dict.fromkeys(names, final)
         if count > 1:
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), "utf-8")
+            (self.folder / "model.safetensors.index.json").write_text(
+                json.dumps(index, indent=2), "utf-8"
+            )
 
         follow_umask(self.folder)
 

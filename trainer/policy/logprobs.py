@@ -1,14 +1,16 @@
-"""Log-probabilities and entropy of targets from hidden states, in blocks, without a tensor of all logits.
+"""Log-probabilities and entropy of targets from hidden states, in blocks, without a tensor of all
+logits.
 
-Legend: N tokens, H hidden size, V vocabulary; a block has R tokens and C columns of the vocabulary. The forward pass
-goes through the blocks with a running maximum and running sums, and keeps two numbers per token (the logarithm of the
-normaliser, and the entropy); the backward pass computes each block's logits once more. Both need the memory of a few
-[R, C] float32 tensors, however long the batch and however large the vocabulary is, and the head's gradient is written
-once, a block of columns after the other (arXiv:2411.09009).
+Legend: N tokens, H hidden size, V vocabulary; a block has R tokens and C columns of the vocabulary.
+The forward pass goes through the blocks with a running maximum and running sums, and keeps two
+numbers per token (the logarithm of the normaliser, and the entropy); the backward pass computes
+each block's logits once more. Both need the memory of a few [R, C] float32 tensors, however long
+the batch and however large the vocabulary is, and the head's gradient is written once, a block of
+columns after the other (arXiv:2411.09009).
 
-Logits are not kept between the passes: beside the head's gradient [V, H], which is not there yet in the forward pass,
-there is room for those of H tokens. With H = 512 and N = 2,048 this would save a quarter of one product of four, which
-is 3 to 4 % of a step.
+Logits are not kept between the passes: beside the head's gradient [V, H], which is not there yet in
+the forward pass, there is room for those of H tokens. With H = 512 and N = 2,048 this would save a
+quarter of one product of four, which is 3 to 4 % of a step.
 """
 
 from collections.abc import Iterator
@@ -22,12 +24,14 @@ from torch.utils.checkpoint import checkpoint
 from trainer.policy.head import UNCHANGED, Logits
 from trainer.policy.shortcuts import Shortcut, in_use
 
-# Elements of one block's float32 logits on a CPU: 2 MiB (512 tokens, 1,024 columns), so that the softmax runs in the
-# cache while the product is large enough for its full rate. Larger ones were no faster (scripts/bench/head.py).
+# Elements of one block's float32 logits on a CPU: 2 MiB (512 tokens, 1,024 columns), so that the
+# softmax runs in the cache while the product is large enough for its full rate. Larger ones were no
+# faster (scripts/bench/head.py).
 CPU_ELEMENTS = 1 << 19
 
-# Share of a GPU's memory for one block's float32 logits: of 80 GiB 128 MiB (4,096 tokens, 8,192 columns). It is a share
-# of all memory, not of the free memory, which would change the order of summation in a resumed run.
+# Share of a GPU's memory for one block's float32 logits: of 80 GiB 128 MiB (4,096 tokens, 8,192
+# columns). It is a share of all memory, not of the free memory, which would change the order of
+# summation in a resumed run.
 DEVICE_SHARE = 1 / 640
 
 
@@ -41,13 +45,14 @@ def target_logprobs(
     fp32_head: bool = False,
     head: Logits = UNCHANGED,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy of that distribution.
+    """Return log softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy
+    of that distribution.
 
-    The matrix product is computed in the inputs' dtype, as in the engine, and everything after it in float32 (float64
-    for float64 inputs). Both results are differentiable in hidden, weight and bias; gradients are in the inputs' dtype.
-    With `fp32_head`, the product's result is float32 instead of being rounded to bfloat16; the engine must do the same
-    (`EngineSettings.fp32_head`), or the gap between the two grows. Returns logprobs [N] and entropy [N] in nats,
-    float32.
+    The matrix product is computed in the inputs' dtype, as in the engine, and everything after it
+    in float32 (float64 for float64 inputs). Both results are differentiable in hidden, weight and
+    bias; gradients are in the inputs' dtype. With `fp32_head`, the product's result is float32
+    instead of being rounded to bfloat16; the engine must do the same (`EngineSettings.fp32_head`),
+    or the gap between the two grows. Returns logprobs [N] and entropy [N] in nats, float32.
     """
     if block is None:
         elements = CPU_ELEMENTS
@@ -97,12 +102,14 @@ def _plain_logprobs(
 
 
 def cuda_block_elements(device_bytes: int) -> int:
-    """The number of logits computed at a time on a GPU with `device_bytes` of memory."""
+    """Return the number of logits computed at a time on a GPU with `device_bytes` of memory."""
     return int(device_bytes * DEVICE_SHARE / 4)
 
 
 def block_shape(elements: int, vocabulary: int) -> tuple[int, int]:
-    """Returns the tokens and the columns of a block: twice as many columns as tokens, a power of 2, if there are."""
+    """Return the tokens and the columns of a block: twice as many columns as tokens, a power of 2,
+    if there are.
+    """
     columns = min(vocabulary, 1 << ((2 * elements).bit_length() // 2))
     return max(1, elements // columns), columns
 
@@ -112,16 +119,23 @@ def _parts(size: int, part: int) -> Iterator[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, wide: bool, head: Logits) -> Tensor:
-    """Returns a block of logits, [R, C], in float32 or wider; changed in the dtype of products, as in the engine."""
-    if wide and hidden.is_cuda:  # reads bfloat16, sums and writes float32, without a float32 copy of the weight
+    """Return a block of logits, [R, C], in float32 or wider; changed in the dtype of products, as
+    in the engine.
+    """
+    if wide and hidden.is_cuda:
+        # reads bfloat16, sums and writes float32, without a float32 copy of the weight
         products = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         return head.of(products if bias is None else products.add_(bias))
     logits = head.of(torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias))
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _head_operands(weight: Tensor, bias: Tensor | None, part: slice, wide: bool) -> tuple[Tensor, Tensor | None]:
-    """Returns a block of weight and bias, widened if the device has no product with a wide result."""
+def _head_operands(
+    weight: Tensor, bias: Tensor | None, part: slice, wide: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return a block of weight and bias, widened if the device has no product with a wide
+    result.
+    """
     weight, bias = weight[part], None if bias is None else bias[part]
     if not wide or weight.is_cuda:
         return weight, bias
@@ -129,7 +143,9 @@ def _head_operands(weight: Tensor, bias: Tensor | None, part: slice, wide: bool)
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """The function of `target_logprobs`, which saves hidden, weight, bias, targets and two numbers per token."""
+    """The function of `target_logprobs`, which saves hidden, weight, bias, targets and two numbers
+    per token.
+    """
 
     @staticmethod
     def forward(
@@ -140,11 +156,16 @@ class _TargetLogprobs(torch.autograd.Function):
         targets: Tensor,
         settings: tuple[float, tuple[int, int], bool, Logits],
     ) -> tuple[Tensor, Tensor]:
-        """Sums exp(z - m) and (z - m) exp(z - m) over the columns, where m is the maximum of a token's z so far."""
+        """Sum exp(z - m) and (z - m) exp(z - m) over the columns, where m is the maximum of a
+        token's z so far.
+        """
         temperature, (tokens, columns), wide, head = settings
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        chosen, total, weighted = (torch.zeros(len(targets), dtype=dtype, device=hidden.device) for _ in range(3))
-        maximum = torch.full_like(total, torch.finfo(dtype).min / 4)  # finite, as infinity times 0 is no number
+        chosen, total, weighted = (
+            torch.zeros(len(targets), dtype=dtype, device=hidden.device) for _ in range(3)
+        )
+        # finite, as infinity times 0 is no number
+        maximum = torch.full_like(total, torch.finfo(dtype).min / 4)
         for part in _parts(weight.shape[0], columns):
             operands = _head_operands(weight, bias, part, wide)
             for rows in _parts(len(targets), tokens):
@@ -168,8 +189,12 @@ class _TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Uses, with p = softmax(z), d logprob_t / dz = onehot_t - p and d entropy / dz = -p (log p + entropy)."""
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Use, with p = softmax(z), d logprob_t / dz = onehot_t - p and d entropy / dz = -p (log p
+        + entropy).
+        """
         hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
         temperature, (tokens, columns), wide, head = ctx.settings
         dtype = normaliser.dtype
@@ -207,14 +232,18 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 def _places(targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """Returns the targets' columns within a part of the vocabulary, [R, 1], and which targets are in it, [R]."""
+    """Return the targets' columns within a part of the vocabulary, [R, 1], and which targets are in
+    it, [R].
+    """
     places = targets - part.start
     inside = (places >= 0) & (targets < part.stop)
     return places.where(inside, 0).unsqueeze(1), inside
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Computes total += left @ right; the sum stays wide between blocks, since bfloat16 loses small terms."""
+    """Compute total += left @ right; the sum stays wide between blocks, since bfloat16 loses small
+    terms.
+    """
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:  # reads bfloat16 and adds in float32, without a separate tensor for the product
@@ -231,7 +260,9 @@ def _grad_logits(
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """The gradient with respect to the logits after division by the temperature, [R, C]; overwrites `log_p`."""
+    """Return the gradient with respect to the logits after division by the temperature, [R, C];
+    overwrites `log_p`.
+    """
     p = log_p.exp_() if grad_entropy is None else log_p.exp()
     if grad_entropy is None:
         grad = p

@@ -1,7 +1,8 @@
-"""Low-rank adapters by PEFT: in W + scale · B A, W stays as on disk, and B and A are trained (arXiv 2106.09685).
+"""Low-rank adapters by PEFT: in W + scale · B A, W stays as on disk, and B and A are trained (arXiv
+2106.09685).
 
-Adapters are injected into the Transformers model itself, so the rest of the code works as without them; only names
-differ:
+Adapters are injected into the Transformers model itself, so the rest of the code works as without
+them; only names differ:
 
     in memory         model.layers.0.self_attn.q_proj.base_layer.weight
                       model.layers.0.self_attn.q_proj.lora_A.default.weight
@@ -41,23 +42,28 @@ ADAPTER = "default"
 """PEFT's name of an adapter that is the only one."""
 
 
-def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Puts adapters beside the linear layers that lora.target_modules names, and freezes everything else.
+def add_adapters(
+    model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, device: torch.device | str
+) -> None:
+    """Put adapters beside the linear layers that lora.target_modules names, and freeze everything
+    else.
 
-    The adapters have no values yet; `start_value` gives their first ones. Raises UserError if a name matches no module,
-    or a module that is not a linear layer of the trunk.
+    The adapters have no values yet; `start_value` gives their first ones. Raises UserError if a
+    name matches no module, or a module that is not a linear layer of the trunk.
     """
     from peft import inject_adapter_in_model  # an extra, and slow to import
 
     unfit = _unfit_names(model, lora)
     if lora.target_modules == "all-linear":
-        # PEFT's "all-linear" (peft/tuners/tuners_utils.py) would also take a mixture's experts, which are fused and not
-        # layers.
+        # PEFT's "all-linear" (peft/tuners/tuners_utils.py) would also take a mixture's experts,
+        # which are fused and not layers.
         targets = sorted(_linear_names(model) - unfit.keys())
     else:
         targets = list(lora.target_modules)
         if wrong := next((name for name in targets if name in unfit), None):
-            raise UserError(f"lora.target_modules: leave out {wrong} of {type(model).__name__}: {unfit[wrong]}")
+            raise UserError(
+                f"lora.target_modules: leave out {wrong} of {type(model).__name__}: {unfit[wrong]}"
+            )
     try:
         config = peft_config(lora, targets, exclude=list(vision_modules(model)))
         inject_adapter_in_model(config, model, low_cpu_mem_usage=True)  # on meta
@@ -65,12 +71,15 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, d
         reason = str(error).partition("\n")[0]
         raise UserError(f"lora.target_modules does not fit {type(model).__name__}: {reason}") from error
     layers = _adapted(model)
-    for name in targets:  # PEFT skips unknown names if another fits (https://github.com/huggingface/peft/issues/1959)
+    for name in targets:
+        # PEFT skips unknown names if another fits (https://github.com/huggingface/peft/issues/1959)
         if not any(f".{path}".endswith(f".{name}") for path in layers):
             raise UserError(f"lora.target_modules: {type(model).__name__} has no module {name}")
     for path, layer in layers.items():
         if not isinstance(layer.base_layer, nn.Linear) or layer is model.get_output_embeddings():
-            raise UserError(f"lora.target_modules: {path} is not a linear layer inside the model: leave it out")
+            raise UserError(
+                f"lora.target_modules: {path} is not a linear layer inside the model: leave it out"
+            )
         for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
             factor.to(dtype)
             if torch.device(device).type != "meta":
@@ -78,21 +87,30 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype, d
 
 
 def left_out(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
-    """A sentence for each reason for which `all-linear` leaves layers of this model, still without adapters, out."""
+    """Return a sentence for each reason for which `all-linear` leaves layers of this model, still
+    without adapters, out.
+    """
     unfit = _unfit_names(model, lora) if lora.target_modules == "all-linear" else {}
-    names = {reason: ", ".join(sorted(n for n in unfit if unfit[n] == reason)) for reason in sorted(unfit.values())}
+    names = {
+        reason: ", ".join(sorted(n for n in unfit if unfit[n] == reason))
+        for reason in sorted(unfit.values())
+    }
     return [f"lora.target_modules leaves out {some}: {reason}" for reason, some in names.items()]
 
 
 def _linear_names(model: PreTrainedModel) -> set[str]:
-    """The names of the linear layers inside the language model."""
+    """Return the names of the linear layers inside the language model."""
     outside = {model.get_output_embeddings()}
     outside |= {module for part in vision_modules(model).values() for module in part.modules()}
-    return {layer_name(path) for path, m in model.named_modules() if isinstance(m, nn.Linear) and m not in outside}
+    return {
+        layer_name(path)
+        for path, m in model.named_modules()
+        if isinstance(m, nn.Linear) and m not in outside
+    }
 
 
 def _unfit_names(model: PreTrainedModel, lora: LoraConfig) -> dict[str, str]:
-    """The names of linear layers that cannot have adapters, with the reason."""
+    """Return the names of linear layers that cannot have adapters, with the reason."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     unfit: dict[str, str] = {}
@@ -105,14 +123,23 @@ def _unfit_names(model: PreTrainedModel, lora: LoraConfig) -> dict[str, str]:
         if name not in config.target_modules:
             unfit[name] = "PEFT takes them for the names of experts, which are fused"
     for mixer in model.modules():
-        if {"A_log", "D"} <= mixer._parameters.keys():  # of Mamba; PEFT refuses some names in some of its models
-            names = [name for name, part in mixer.named_children() if isinstance(part, nn.Linear) and name != "in_proj"]
+        if {"A_log", "D"} <= mixer._parameters.keys():
+            # of Mamba; PEFT refuses some names in some of its models
+            names = [
+                name
+                for name, part in mixer.named_children()
+                if isinstance(part, nn.Linear) and name != "in_proj"
+            ]
             unfit |= dict.fromkeys(names, "kernels of Mamba read their weights past the layer")
     return unfit
 
 
-def peft_config(lora: LoraConfig, targets: list[str], base: str | None = None, exclude: Sequence[str] = ()) -> Any:
-    """A `peft.LoraConfig` for adapters of the modules `targets`, except in `exclude`, of the model at `base`."""
+def peft_config(
+    lora: LoraConfig, targets: list[str], base: str | None = None, exclude: Sequence[str] = ()
+) -> Any:
+    """Return a `peft.LoraConfig` for adapters of the modules `targets`, except in `exclude`, of the
+    model at `base`.
+    """
     import peft
 
     return peft.LoraConfig(
@@ -128,16 +155,19 @@ def peft_config(lora: LoraConfig, targets: list[str], base: str | None = None, e
 
 
 def adapter_format(model: PreTrainedModel, lora: LoraConfig) -> AdapterFormat:
-    """The format of the adapters, which an engine needs before they arrive."""
+    """Return the format of the adapters, which an engine needs before they arrive."""
     settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora}
-    return AdapterFormat(settings | {"target_modules": _targets(model)}, model.get_input_embeddings().num_embeddings)
+    return AdapterFormat(
+        settings | {"target_modules": _targets(model)}, model.get_input_embeddings().num_embeddings
+    )
 
 
 def start_value(name: str, shape: torch.Size, seed: int) -> Tensor | None:
-    """The start value of an adapter's factor, float32: A is uniform within ±1/√in, as in PEFT; B is 0, so the sum is W.
+    """Return the start value of an adapter's factor, float32: A is uniform within ±1/√in, as in
+    PEFT; B is 0, so the sum is W.
 
-    It is a function of seed and name, so all backends on any number of ranks start from the same adapter. None for
-    other parameters.
+    It is a function of seed and name, so all backends on any number of ranks start from the same
+    adapter. None for other parameters.
     """
     if not is_adapter(name):
         return None
@@ -149,7 +179,8 @@ def start_value(name: str, shape: torch.Size, seed: int) -> Tensor | None:
 
 
 def first_values(lora: LoraConfig) -> Callable[[str, torch.Size], Tensor | None]:
-    """Return the function (name, shape) -> first value of an adapter's factor: that in lora.start, or `start_value`.
+    """Return the function (name, shape) -> first value of an adapter's factor: that in lora.start,
+    or `start_value`.
 
     It returns None for other parameters.
     """
@@ -164,7 +195,8 @@ def first_values(lora: LoraConfig) -> Callable[[str, torch.Size], Tensor | None]
 
 
 def require_start(model: PreTrainedModel, start: Path, base: str) -> None:
-    """Raise UserError unless the adapter in `start` has the factors of this model, which has adapters, and no others.
+    """Raise UserError unless the adapter in `start` has the factors of this model, which has
+    adapters, and no others.
 
     Names the model that the adapter was trained on in a line where that is not `base`.
     """
@@ -177,21 +209,26 @@ def require_start(model: PreTrainedModel, start: Path, base: str) -> None:
     for name in sorted(needed | stored):
         shapes = [needed.get(name), stored[name].shape if name in stored else None]
         if shapes[0] != shapes[1]:
-            has, needs = ("no such tensor" if shape is None else f"shape {list(shape)}" for shape in reversed(shapes))
+            has, needs = (
+                "no such tensor" if shape is None else f"shape {list(shape)}"
+                for shape in reversed(shapes)
+            )
             remedy = "go on from an adapter of all layers of this model"
-            raise UserError(f"lora.start: {name}: {start} has {has}, and {type(model).__name__} {needs}: {remedy}")
+            raise UserError(
+                f"lora.start: {name}: {start} has {has}, and {type(model).__name__} {needs}: {remedy}"
+            )
     trained_on = adapter_config(start).get("base_model_name_or_path")
     if trained_on and Path(trained_on).name != Path(base).name:
         say(f"lora.start: the adapter in {start} was trained on {trained_on}, and goes on with {base}")
 
 
 def is_adapter(name: str) -> bool:
-    """True if a parameter, by its name in memory, is a factor of an adapter."""
+    """Return True if a parameter, by its name in memory, is a factor of an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def peft_name(name: str) -> str:
-    """The name in PEFT's files, which vLLM reads, of a factor with this name in memory."""
+    """Return the name in PEFT's files, which vLLM reads, of a factor with this name in memory."""
     return PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
@@ -201,7 +238,9 @@ def factors(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def low_rank(model: nn.Module) -> dict[str, LowRank]:
-    """The adapter of each weight, by the weight's name in memory; empty for a model without adapters."""
+    """Return the adapter of each weight, by the weight's name in memory; empty for a model without
+    adapters.
+    """
     adapters = {}
     for path, layer in _adapted(model).items():
         a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
@@ -211,7 +250,11 @@ def low_rank(model: nn.Module) -> dict[str, LowRank]:
 
 def _adapted(model: nn.Module) -> dict[str, Any]:
     modules = model.named_modules()
-    return {path: module for path, module in modules if isinstance(getattr(module, "lora_A", None), nn.ModuleDict)}
+    return {
+        path: module
+        for path, module in modules
+        if isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
+    }
 
 
 def _targets(model: nn.Module) -> list[str]:
@@ -220,7 +263,7 @@ def _targets(model: nn.Module) -> list[str]:
 
 @contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    """A context in which the model computes without its adapters."""
+    """Return a context in which the model computes without its adapters."""
     layers = _adapted(model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -232,7 +275,9 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 
 class BaseOfPolicy:
-    """The policy without its adapters, a reference for the KL divergence that needs no second model."""
+    """The policy without its adapters, a reference for the KL divergence that needs no second
+    model.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -243,14 +288,18 @@ class BaseOfPolicy:
         return self._policy.work
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
-        """The outputs of the base for each batch, without gradients. Collective."""
+        """Return the outputs of the base for each batch, without gradients. Collective."""
         with switched_off(self._policy.model):
             return self._policy.score(batches, temperature)
 
 
 def save_adapter(model: PreTrainedModel, lora: LoraConfig, base: str, folder: Path) -> None:
-    """Writes the adapter alone, in PEFT's format, for PEFT and vLLM to load. Collective; rank 0 writes."""
-    tensors = {peft_name(name): gathered(factor).cpu().contiguous() for name, factor in factors(model).items()}
+    """Write the adapter alone, in PEFT's format, for PEFT and vLLM to load. Collective; rank 0
+    writes.
+    """
+    tensors = {
+        peft_name(name): gathered(factor).cpu().contiguous() for name, factor in factors(model).items()
+    }
     with agreed(f"writing the adapter to {folder}"):
         if is_main():
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""The modules to train: a causal language model that returns log-probabilities, and a trunk that returns values."""
+"""The modules to train: a causal language model that returns log-probabilities, and a trunk that
+returns values.
+"""
 
 from dataclasses import replace
 from operator import sub
@@ -28,28 +30,36 @@ if TYPE_CHECKING:
 
 
 Packing = dict[str, Any]
-"""Arguments of a trunk that keep the sequences of a row apart; empty if each has a row of its own."""
+"""Arguments of a trunk that keep the sequences of a row apart; empty if each has a row of its
+own.
+"""
 
 ImageInputs = dict[str, Any] | None
 """The images of a micro-batch (`Vision.inputs`); None for a text model."""
 
 
 class TrunkModule(nn.Module):
-    """A Transformers model whose hidden states are read, with a count of the operations that it has computed so far."""
+    """A Transformers model whose hidden states are read, with a count of the operations that it has
+    computed so far.
+    """
 
     def __init__(self, model: PreTrainedModel, vision: "Vision | None" = None) -> None:
-        """Wraps a model; `vision` is that of a multimodal one."""
+        """Wrap a model; `vision` is that of a multimodal one."""
         super().__init__()
         self.model, self.vision = model, vision
         self.work = Work(sizes_of(model, vision))
         self.rows = SequenceRows(model)
-        self._packable = self._branches = False  # True once `require_packing` and `require_branches` have found it so
+        # True once `require_packing` and `require_branches` have found it so
+        self._packable = self._branches = False
 
-    def states_of(self, inputs: Tensor, states: Tensor, packing: Packing, images: ImageInputs = None) -> Tensor:
-        """The hidden states [K, H] from which targets are predicted.
+    def states_of(
+        self, inputs: Tensor, states: Tensor, packing: Packing, images: ImageInputs = None
+    ) -> Tensor:
+        """Return the hidden states [K, H] from which targets are predicted.
 
-        Inputs are [B, T] ids, right-padded, or sequences end to end, [1, N]; `states` [K] int64 are positions in the
-        flattened inputs. Raises UserError if the trunk's layers cannot keep the sequences of a row apart.
+        Inputs are [B, T] ids, right-padded, or sequences end to end, [1, N]; `states` [K] int64 are
+        positions in the flattened inputs. Raises UserError if the trunk's layers cannot keep the
+        sequences of a row apart.
         """
         trunk: PreTrainedModel = self.model.base_model
         if packing and not self._packable:
@@ -73,9 +83,11 @@ class TrunkModule(nn.Module):
 
 
 class _SharedStates(torch.autograd.Function):
-    """`index_select` with indices that may repeat: the state at a prompt's end predicts the first token of each answer.
+    """`index_select` with indices that may repeat: the state at a prompt's end predicts the first
+    token of each answer.
 
-    Backward adds in one order, also on CUDA, where `index_put_` sorts the indices and `index_add_` uses atomics.
+    Backward adds in one order, also on CUDA, where `index_put_` sorts the indices and `index_add_`
+    uses atomics.
     """
 
     @staticmethod
@@ -90,16 +102,21 @@ class _SharedStates(torch.autograd.Function):
         (states,) = ctx.saved_tensors
         total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
         wide = grad.to(total.dtype)
-        total = total.index_put_((states,), wide, True) if grad.is_cuda else total.index_add_(0, states, wide)
+        total = (
+            total.index_put_((states,), wide, True)
+            if grad.is_cuda
+            else total.index_add_(0, states, wide)
+        )
         return total.to(grad.dtype), None, None
 
 
 class PolicyModule(TrunkModule):
     """A causal language model whose forward returns log-probabilities instead of logits.
 
-    Its output head is called with hidden states and targets, and returns their `target_logprobs`. The call makes the
-    hooks of FSDP and ZeRO gather the head's weight when it is needed. The value head [1, H] begins with zeros; it is
-    not a part of `model`, so neither the engine nor an export contains it.
+    Its output head is called with hidden states and targets, and returns their `target_logprobs`.
+    The call makes the hooks of FSDP and ZeRO gather the head's weight when it is needed. The value
+    head [1, H] begins with zeros; it is not a part of `model`, so neither the engine nor an export
+    contains it.
     """
 
     def __init__(
@@ -127,10 +144,11 @@ class PolicyModule(TrunkModule):
         packing: Packing,
         images: ImageInputs = None,
     ) -> tuple[Tensor, ...]:
-        """Log-probabilities and entropy of K targets, [K] float32, nats; with a value head also their values.
+        """Return log-probabilities and entropy of K targets, [K] float32, nats; with a value head
+        also their values.
 
-        The output head, by far the largest matrix, runs only on positions whose target counts. Targets are [K] int64;
-        the other arguments are those of `states_of`.
+        The output head, by far the largest matrix, runs only on positions whose target counts.
+        Targets are [K] int64; the other arguments are those of `states_of`.
         """
         hidden = self.states_of(inputs, states, packing, images)
         results: tuple[Tensor, ...] = self.model.get_output_embeddings()(hidden, targets, temperature)
@@ -138,13 +156,15 @@ class PolicyModule(TrunkModule):
 
 
 def sizes_of(model: PreTrainedModel, vision: "Vision | None") -> ModelFlops:
-    """The sizes of a model, including those for its images."""
+    """Return the sizes of a model, including those for its images."""
     sizes = model_flops(model)
     return sizes if vision is None else replace(sizes, image_token=vision.image_token(model))
 
 
 def _return_logprobs(head: nn.Linear, changes: Logits, fp32_head: bool) -> None:
-    """Makes an output head return `target_logprobs` instead of logits if it also gets targets and a temperature."""
+    """Make an output head return `target_logprobs` instead of logits if it also gets targets and a
+    temperature.
+    """
     logits = head.forward
 
     def forward(hidden: Tensor, *extra: Any) -> Any:
@@ -158,35 +178,44 @@ def _return_logprobs(head: nn.Linear, changes: Logits, fp32_head: bool) -> None:
 
 
 class AutoValueModel:
-    """Maker of a critic's model, like Transformers' automatic classes: a trunk with a head `score` for one label.
+    """Maker of a critic's model, like Transformers' automatic classes: a trunk with a head `score`
+    for one label.
 
-    Transformers has classifiers only of text, so a multimodal critic is the language model with `score` for its head.
+    Transformers has classifiers only of text, so a multimodal critic is the language model with
+    `score` for its head.
     """
 
     @staticmethod
     def from_config(config: PretrainedConfig, **settings: Any) -> PreTrainedModel:
-        """Makes the model. Raises ValueError for a type that Transformers has no classifier of."""
+        """Make the model. Raises ValueError for a type that Transformers has no classifier of."""
         if not has_vision(config):
-            return cast(PreTrainedModel, AutoModelForSequenceClassification.from_config(config, **settings))
+            return cast(
+                PreTrainedModel, AutoModelForSequenceClassification.from_config(config, **settings)
+            )
         model = AutoModelForImageTextToText.from_config(config, **settings)
         model.lm_head = None
-        model.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False, dtype=settings["dtype"])
+        model.score = nn.Linear(
+            config.get_text_config().hidden_size, 1, bias=False, dtype=settings["dtype"]
+        )
         return cast(PreTrainedModel, model)
 
 
 class ValueModule(TrunkModule):
-    """A critic: a trunk with a head for the expected return of the state in which a target is sampled.
+    """A critic: a trunk with a head for the expected return of the state in which a target is
+    sampled.
 
     `AutoValueModel` makes its model, which like a reward model has one label.
     """
 
-    def forward(self, inputs: Tensor, states: Tensor, packing: Packing, images: ImageInputs = None) -> Tensor:
-        """Values [K] float32; arguments as in `states_of`."""
+    def forward(
+        self, inputs: Tensor, states: Tensor, packing: Packing, images: ImageInputs = None
+    ) -> Tensor:
+        """Return values [K] float32; arguments as in `states_of`."""
         return values_of(self.states_of(inputs, states, packing, images), self.model.score)
 
 
 def trunk_inputs(batch: MicroBatch) -> tuple[Tensor, Packing]:
-    """The inputs and the packing of a micro-batch for `states_of`."""
+    """Return the inputs and the packing of a micro-batch for `states_of`."""
     pack = batch.layout.pack
     if pack is None:
         return batch.input_ids[:, :-1], {}
@@ -207,7 +236,9 @@ def trunk_inputs(batch: MicroBatch) -> tuple[Tensor, Packing]:
 
 
 def _pairs(inputs: Tensor, packing: Packing) -> float:
-    """The number of `attended` pairs, padding included if there are no lengths; ranks that share count equal parts."""
+    """Return the number of `attended` pairs, padding included if there are no lengths; ranks that
+    share count equal parts.
+    """
     lengths = packing["sequence_lengths"] if packing else [inputs.shape[1]] * len(inputs)
     pairs = attended(lengths)
     if "tree" in packing:  # what is after a beginning attends to it, too
@@ -217,37 +248,45 @@ def _pairs(inputs: Tensor, packing: Packing) -> float:
 
 
 def outputs(module: nn.Module, batch: MicroBatch, temperature: float) -> Outputs:
-    """The outputs of a PolicyModule, wrapped or not, for a micro-batch."""
+    """Return the outputs of a PolicyModule, wrapped or not, for a micro-batch."""
     inputs, packing = trunk_inputs(batch)
     targets = batch.trained(batch.input_ids[:, 1:])
     routing = cast(Routing | None, module.routing)
     if routing is not None:
         routing.begin(batch)
-    results = module(inputs, batch.layout.states, targets, temperature, packing, _image_inputs(module, batch))
+    results = module(
+        inputs, batch.layout.states, targets, temperature, packing, _image_inputs(module, batch)
+    )
     result = Outputs(*_for_loss(batch, *results))
     result.routes = None if routing is None else routing.taken()
     return result
 
 
 def values(module: nn.Module, batch: MicroBatch) -> Tensor:
-    """The values of a ValueModule, wrapped or not, for a micro-batch, [B, T-1] float32; 0 where the loss mask is 0."""
+    """Return the values of a ValueModule, wrapped or not, for a micro-batch, [B, T-1] float32; 0
+    where the loss mask is 0.
+    """
     inputs, packing = trunk_inputs(batch)
-    return _for_loss(batch, module(inputs, batch.layout.states, packing, _image_inputs(module, batch)))[0]
+    return _for_loss(batch, module(inputs, batch.layout.states, packing, _image_inputs(module, batch)))[
+        0
+    ]
 
 
 def _image_inputs(module: nn.Module, batch: MicroBatch) -> ImageInputs:
-    """The images of a micro-batch for a multimodal model; None for others."""
+    """Return the images of a micro-batch for a multimodal model; None for others."""
     vision = cast("Vision | None", module.vision)
     return None if vision is None else vision.inputs(batch)
 
 
 def _for_loss(batch: MicroBatch, *values: Tensor) -> tuple[Tensor, ...]:
-    """Turns values [K] of this rank's targets into tables [B, T-1] of all targets, 0 elsewhere."""
+    """Turn values [K] of this rank's targets into tables [B, T-1] of all targets, 0 elsewhere."""
     tables = tuple(map(batch.spread, values))
     return tables if batch.ways == 1 else sum_over_parts(torch.stack(tables), batch.ways).unbind()
 
 
 def values_of(hidden: Tensor, head: nn.Linear) -> Tensor:
-    """Values [K] from hidden states [K, H], in float32: bfloat16 is too coarse, since 0.996 and 1 are neighbours."""
+    """Return values [K] from hidden states [K, H], in float32: bfloat16 is too coarse, since 0.996
+    and 1 are neighbours.
+    """
     values = nn.functional.linear(hidden.float(), head.weight.float()).squeeze(1)
     return values.clone()  # FSDP2 warns of modules that return views

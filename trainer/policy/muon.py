@@ -1,10 +1,11 @@
 """Muon on sharded matrices, with AdamW for the parameters that are not matrices of hidden layers.
 
-Muon's direction is a matrix's momentum with all singular values near 1, which Newton-Schulz iterations find, so it
-needs whole matrices: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. `torch.optim.Muon` computes on
-FSDP2's shards as well, but in bfloat16 its sums over parts of a tall matrix round differently (3 % of the direction on
-two ranks), with 11 to 15 collectives a matrix. Here each rank receives a whole matrix in turn, so that the direction is
-that of one rank, bit for bit, and the ranks share the work.
+Muon's direction is a matrix's momentum with all singular values near 1, which Newton-Schulz
+iterations find, so it needs whole matrices: Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon/. `torch.optim.Muon` computes on FSDP2's shards as well,
+but in bfloat16 its sums over parts of a tall matrix round differently (3 % of the direction on two
+ranks), with 11 to 15 collectives a matrix. Here each rank receives a whole matrix in turn, so that
+the direction is that of one rank, bit for bit, and the ranks share the work.
 """
 
 from collections.abc import Callable
@@ -21,13 +22,17 @@ from trainer.policy.optimizer import make_adamw
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon for matrices and AdamW for everything else, with one learning rate: Muon's is scaled to AdamW's size.
+    """Muon for matrices and AdamW for everything else, with one learning rate: Muon's is scaled to
+    AdamW's size.
 
     Liu et al. 2025, Muon is Scalable for LLM Training (arXiv:2502.16982), section 2.2.
     """
 
-    def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], settings: PolicyConfig) -> None:
-        """Makes both, with state from the start. `policy.optimizer_options` are further arguments of Muon.
+    def __init__(
+        self, matrices: list[nn.Parameter], others: list[nn.Parameter], settings: PolicyConfig
+    ) -> None:
+        """Make both, with state from the start. `policy.optimizer_options` are further arguments of
+        Muon.
 
         Raises TypeError or ValueError if Muon refuses them.
         """
@@ -37,14 +42,18 @@ class MuonAndAdamW(torch.optim.Optimizer):
             self._optimizers.append(ShardedMuon(matrices, settings.lr, settings.weight_decay, **options))
         if others:
             self._optimizers.append(make_adamw(others, settings))
-        super().__init__([group for optimizer in self._optimizers for group in optimizer.param_groups], {})
-        self.state.update({p: {"momentum_buffer": torch.zeros_like(p, requires_grad=False)} for p in matrices})
+        super().__init__(
+            [group for optimizer in self._optimizers for group in optimizer.param_groups], {}
+        )
+        self.state.update(
+            {p: {"momentum_buffer": torch.zeros_like(p, requires_grad=False)} for p in matrices}
+        )
         for optimizer in self._optimizers:
             self.state.update(optimizer.state)
             optimizer.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Runs both steps. Collective: every rank of a shard's process group calls it."""
+        """Run both steps. Collective: every rank of a shard's process group calls it."""
         for optimizer in self._optimizers:
             optimizer.step()
 
@@ -54,16 +63,21 @@ class ShardedMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Runs one step. A rank holds one whole matrix at a time besides its shards, in bfloat16."""
-        from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz  # torch 2.13 has them in one private step
+        """Run one step. A rank holds one whole matrix at a time besides its shards, in bfloat16."""
+        # Torch 2.13 has them in one private step
+        from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
         for group in self.param_groups:
 
             def orthogonal(matrix: Tensor, group: dict[str, Any] = group) -> Tensor:
-                return _zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                return _zeropower_via_newtonschulz(
+                    matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]
+                )
 
             # Matrices of one shape are neighbours, so that ranks have equal work at a time.
-            parameters = sorted((p for p in group["params"] if p.grad is not None), key=lambda p: tuple(p.shape))
+            parameters = sorted(
+                (p for p in group["params"] if p.grad is not None), key=lambda p: tuple(p.shape)
+            )
             shards = _shard_group(parameters[0]) if parameters else None
             ranks = 1 if shards is None else dist.get_world_size(shards)
             for start in range(0, len(parameters), ranks):
@@ -73,11 +87,18 @@ class ShardedMuon(torch.optim.Muon):
                 for parameter, direction in zip(turn, directions, strict=True):
                     part = local_part(parameter)
                     part.mul_(1 - group["lr"] * group["weight_decay"])
-                    part.add_(direction, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape))
+                    part.add_(
+                        direction, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
+                    )
 
     def _momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Updates the average of this rank's rows of the gradient, and returns it, or Nesterov's version of it."""
-        gradient, average = local_part(parameter.grad), local_part(self.state[parameter]["momentum_buffer"])
+        """Update the average of this rank's rows of the gradient, and return it, or Nesterov's
+        version of it.
+        """
+        gradient, average = (
+            local_part(parameter.grad),
+            local_part(self.state[parameter]["momentum_buffer"]),
+        )
         average.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
 
@@ -88,10 +109,12 @@ def of_whole_matrices(
     shapes: list[torch.Size],
     shards: dist.ProcessGroup | None,
 ) -> list[Tensor]:
-    """This rank's rows of `function` of each matrix, of which `parts` has this rank's rows and `shapes` the sizes.
+    """Return this rank's rows of `function` of each matrix, of which `parts` has this rank's rows
+    and `shapes` the sizes.
 
-    There are at most as many matrices as ranks: rank i computes the i-th. Rows are cut as by `torch.chunk`. A function
-    keeps a matrix's shape and dtype. Collective in `shards`; None means that parts are whole.
+    There are at most as many matrices as ranks: rank i computes the i-th. Rows are cut as by
+    `torch.chunk`. A function keeps a matrix's shape and dtype. Collective in `shards`; None means
+    that parts are whole.
     """
     if shards is None or dist.get_world_size(shards) == 1:
         return [function(part) for part in parts]
@@ -101,7 +124,9 @@ def of_whole_matrices(
     received = [columns * min(chunk, max(0, rows - rank * chunk)) for rank in range(ranks)]
     sent = [part.numel() for part in parts] + [0] * (ranks - len(parts))
     matrix = parts[0].new_empty(rows * columns)
-    dist.all_to_all_single(matrix, torch.cat([part.flatten() for part in parts]), received, sent, group=shards)
+    dist.all_to_all_single(
+        matrix, torch.cat([part.flatten() for part in parts]), received, sent, group=shards
+    )
     if rows:
         matrix = function(matrix.view(rows, columns)).flatten()
     results = parts[0].new_empty(sum(sent))
@@ -110,8 +135,12 @@ def of_whole_matrices(
 
 
 def _shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """The process group over which a parameter's rows are cut; None for a tensor that is whole."""
+    """Return the process group over which a parameter's rows are cut; None for a tensor that is
+    whole.
+    """
     if not isinstance(parameter, DTensor):
         return None
-    assert parameter.placements[-1] == Shard(0) and not any(p.is_shard() for p in parameter.placements[:-1])
+    assert parameter.placements[-1] == Shard(0) and not any(
+        p.is_shard() for p in parameter.placements[:-1]
+    )
     return parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)

@@ -1,4 +1,5 @@
-"""Optimizer steps of a model, whatever shards it: AdamW, the learning rate, and the count and figures of updates.
+"""Optimizer steps of a model, whatever shards it: AdamW, the learning rate, and the count and
+figures of updates.
 
 `trainer.policy.optimizers` makes other optimizers.
 """
@@ -19,58 +20,74 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate_factor(
-    applied: int, place: float, warmup: int, total: int, schedule: Literal["constant", "linear", "cosine"] = "constant"
+    applied: int,
+    place: float,
+    warmup: int,
+    total: int,
+    schedule: Literal["constant", "linear", "cosine"] = "constant",
 ) -> float:
-    """The factor by which the peak learning rate is multiplied for the next update.
+    """Return the factor by which the peak learning rate is multiplied for the next update.
 
-    Warm-up is linear in the *applied* updates, since Adam's moments need them, and reaches 1 after `warmup` of them; it
-    begins above 0, so that the first update has an effect. The factor stays at 1, or falls to 0 at the end of the run,
-    in a straight line or along half a cosine. Progress is counted in the run's steps: steps with fewer updates than
-    asked for, or none, count in full. There is no scheduler state: a resumed run needs only the numbers of its step and
-    of its applied updates.
+    Warm-up is linear in the *applied* updates, since Adam's moments need them, and reaches 1 after
+    `warmup` of them; it begins above 0, so that the first update has an effect. The factor stays at
+    1, or falls to 0 at the end of the run, in a straight line or along half a cosine. Progress is
+    counted in the run's steps: steps with fewer updates than asked for, or none, count in full.
+    There is no scheduler state: a resumed run needs only the numbers of its step and of its applied
+    updates.
 
-    `applied` is the number of updates so far, without skipped ones. `place` is the run's progress: the number of
-    updates so far if every step had as many as asked for (within a step of n updates instead of N, they are N / n
-    apart). `total` is `place` at the end of the run.
+    `applied` is the number of updates so far, without skipped ones. `place` is the run's progress:
+    the number of updates so far if every step had as many as asked for (within a step of n updates
+    instead of N, they are N / n apart). `total` is `place` at the end of the run.
     """
     rise = min(1.0, (applied + 1) / (warmup + 1))
     if schedule == "constant":
         return rise
     progress = min(1.0, max(0.0, place - warmup) / max(1, total - warmup))
-    return min(rise, 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress)))
+    return min(
+        rise, 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
 
 
 def make_adamw(parameters: list[nn.Parameter], settings: PolicyConfig) -> torch.optim.AdamW:
-    """Makes a fused AdamW whose state exists from the start, sharded like the parameters and in their dtype (float32).
+    """Make a fused AdamW whose state exists from the start, sharded like the parameters and in
+    their dtype (float32).
 
-    A checkpoint from before the first update then has the same contents as any other, and is read into tensors that
-    exist.
+    A checkpoint from before the first update then has the same contents as any other, and is read
+    into tensors that exist.
     """
     groups = decay_groups(parameters, settings.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+    optimizer = torch.optim.AdamW(
+        groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
+    )
     optimizer.state.update({parameter: state_of_no_steps(parameter) for parameter in parameters})
     return optimizer
 
 
 def state_of_no_steps(parameter: Tensor) -> dict[str, Tensor]:
-    """AdamW's state of a parameter, or of a part of one, before the first step."""
+    """Return AdamW's state of a parameter, or of a part of one, before the first step."""
     moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in MOMENTS}
     return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **moments}
 
 
 def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """The parameter groups of AdamW, with and without weight decay.
+    """Return the parameter groups of AdamW, with and without weight decay.
 
-    Biases and norms get no weight decay: decoupled decay pulls towards 0, which is not neutral for a norm's scale.
+    Biases and norms get no weight decay: decoupled decay pulls towards 0, which is not neutral for
+    a norm's scale.
     """
     matrices = [p for p in parameters if len(whole_shape(p)) > 1]
     vectors = [p for p in parameters if len(whole_shape(p)) <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
 
 
 class TrainingDiverged(RuntimeError):
-    """The error of a run in which too many updates in a row had a loss or gradient that was not finite."""
+    """The error of a run in which too many updates in a row had a loss or gradient that was not
+    finite.
+    """
 
 
 class Figures:
@@ -80,16 +97,21 @@ class Figures:
         self._sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=device)}
 
     def add(self, batch: MicroBatch, loss: Tensor, sums: dict[str, Tensor]) -> None:
-        """Adds the scalars of a micro-batch, on their device, so that the host does not wait for it.
+        """Add the scalars of a micro-batch, on their device, so that the host does not wait for it.
 
-        All ranks that share a micro-batch have all of its loss and figures; only the first of these ranks counts them.
+        All ranks that share a micro-batch have all of its loss and figures; only the first of these
+        ranks counts them.
         """
         for key, value in [("loss", loss), *sums.items()]:
-            counted = value.detach().double() if batch.counts else torch.zeros_like(value, dtype=torch.float64)
+            counted = (
+                value.detach().double() if batch.counts else torch.zeros_like(value, dtype=torch.float64)
+            )
             self._sums[key] = self._sums.get(key, 0.0) + counted
 
     def over_ranks(self, **scalars: Tensor) -> dict[str, float]:
-        """The sums over ranks, also of further scalars. Collective: every rank must have the same names."""
+        """Return the sums over ranks, also of further scalars. Collective: every rank must have the
+        same names.
+        """
         sums = self._sums | {name: value.to(self._sums["loss"]) for name, value in scalars.items()}
         return all_reduce_sum(dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)))
 
@@ -98,39 +120,48 @@ class Updates:
     """The count of one model's updates."""
 
     def __init__(self, settings: PolicyConfig, total: int) -> None:
-        """Starts at 0; `total` is the end of the learning rate's schedule, in updates asked for."""
+        """Start at 0; `total` is the end of the learning rate's schedule, in updates asked for."""
         self._settings = settings
         self._total = total
         self.applied = 0  # number of updates that changed the weights
-        self.skipped_in_a_row = 0  # number of latest updates skipped, since their loss or gradient was not finite
+        # Number of latest updates skipped, since their loss or gradient was not finite
+        self.skipped_in_a_row = 0
 
     def learning_rate(self, place: float | None) -> float:
-        """The learning rate of the next update (`learning_rate_factor`); with `place` None, it is `applied`."""
+        """Return the learning rate of the next update (`learning_rate_factor`); with `place` None,
+        it is `applied`.
+        """
         settings, place = self._settings, self.applied if place is None else place
-        factor = learning_rate_factor(self.applied, place, settings.warmup_steps, self._total, settings.schedule)
+        factor = learning_rate_factor(
+            self.applied, place, settings.warmup_steps, self._total, settings.schedule
+        )
         return settings.lr * factor
 
     def count(self, skipped: bool, norm: float, rate: float, sums: dict[str, float]) -> UpdateStats:
-        """Counts one more update and returns its stats, with its gradients' global L2 norm and its learning rate.
+        """Count one more update and return its stats, with its gradients' global L2 norm and its
+        learning rate.
 
-        `sums` is the result of `Figures.over_ranks`. Raises TrainingDiverged if the last `max_skipped_steps` updates
-        were all skipped.
+        `sums` is the result of `Figures.over_ranks`. Raises TrainingDiverged if the last
+        `max_skipped_steps` updates were all skipped.
         """
         figures = {name: value for name, value in sums.items() if name != "loss"}
-        stats = UpdateStats(loss=sums["loss"], grad_norm=norm, learning_rate=rate, skipped=skipped, sums=figures)
+        stats = UpdateStats(
+            loss=sums["loss"], grad_norm=norm, learning_rate=rate, skipped=skipped, sums=figures
+        )
         self.applied += not skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if self.skipped_in_a_row >= self._settings.max_skipped_steps:
             raise TrainingDiverged(
                 f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite "
-                f"(loss {stats.loss}, gradient norm {norm}): lower policy.lr or look at the last step's batch"
+                f"(loss {stats.loss}, gradient norm {norm}): lower policy.lr or look at the last "
+                "step's batch"
             )
         return stats
 
     def counters(self) -> Tensor:
-        """The counters as a tensor [2] int64, for a checkpoint."""
+        """Return the counters as a tensor [2] int64, for a checkpoint."""
         return torch.tensor([self.applied, self.skipped_in_a_row])
 
     def restore(self, counters: Tensor) -> None:
-        """Restores the counters from a tensor that `counters` returned."""
+        """Restore the counters from a tensor that `counters` returned."""
         self.applied, self.skipped_in_a_row = counters.tolist()

@@ -1,7 +1,7 @@
 """The optimizer that a recipe names: AdamW, Muon, or a class of the user's own.
 
-Its state is tensors of the parameters' shapes, sharded like them, which exist from the start: what a checkpoint holds
-before the first update has the same names and sizes as afterwards.
+Its state is tensors of the parameters' shapes, sharded like them, which exist from the start: what
+a checkpoint holds before the first update has the same names and sizes as afterwards.
 """
 
 import inspect
@@ -22,16 +22,21 @@ _Parameters = Mapping[str, nn.Parameter]
 _OTHER = "name another optimizer"
 _IN_STATE = "keep it as a tensor in the state of a weight, or name another optimizer"
 
-# Long enough for state that begins late: AdamW with a warm start, or statistics that are refreshed every 100 steps.
+# Long enough for state that begins late: AdamW with a warm start, or statistics that are refreshed
+# every 100 steps.
 _TRIAL_STEPS = 240
 _RESUMED_AFTER = (2, 200)
 _TRIAL_RATE = 0.01
 
 
-def make_optimizer(parameters: _Parameters, matrices: Container[str], settings: PolicyConfig) -> torch.optim.Optimizer:
-    """Makes the optimizer with its state; `matrices` names the parameters for Muon (`hidden_matrices`).
+def make_optimizer(
+    parameters: _Parameters, matrices: Container[str], settings: PolicyConfig
+) -> torch.optim.Optimizer:
+    """Make the optimizer with its state; `matrices` names the parameters for Muon
+    (`hidden_matrices`).
 
-    Raises UserError if it refuses its arguments, or if a class of the user's own cannot step these parameters.
+    Raises UserError if it refuses its arguments, or if a class of the user's own cannot step these
+    parameters.
     """
     name, optimizer = settings.optimizer, None
     if name == "adamw":
@@ -45,37 +50,48 @@ def make_optimizer(parameters: _Parameters, matrices: Container[str], settings: 
         optimizer = _make_custom(list(parameters.values()), settings)
         if optimizer.state:
             raise UserError(
-                f"policy.optimizer: {name} makes its state when it is built, not in its first step: {_OTHER}"
+                f"policy.optimizer: {name} makes its state when it is built, not in its first step: "
+                f"{_OTHER}"
             )
         _make_state(optimizer)
     except (UserError, Interrupted):
         raise
     except BaseException as error:  # the user's class may raise anything
         kinds = " or ".join(sorted({type(parameter.data).__name__ for parameter in parameters.values()}))
-        what = f"cannot step a {kinds}" if optimizer else "refuses its arguments; correct policy.optimizer_options"
+        what = (
+            f"cannot step a {kinds}"
+            if optimizer
+            else "refuses its arguments; correct policy.optimizer_options"
+        )
         raise UserError(f"policy.optimizer: {name} {what} ({type(error).__name__}: {error})") from error
     _check_state(optimizer, name)
     return optimizer
 
 
 def starts_without_state(settings: PolicyConfig) -> bool:
-    """Returns whether the first update begins without state, as a class of the user's own may treat it as special."""
+    """Return whether the first update begins without state, as a class of the user's own may treat
+    it as special.
+    """
     return ":" in settings.optimizer
 
 
 def saved_state(optimizer: torch.optim.Optimizer, parameters: _Parameters) -> dict[str, Tensor]:
-    """The live tensors of the state by name, `PARAMETER.KEY`, except counts of steps (`set_steps`)."""
+    """Return the live tensors of the state by name, `PARAMETER.KEY`, except counts of steps
+    (`set_steps`).
+    """
     states = ((name, optimizer.state[parameter]) for name, parameter in parameters.items())
     return {f"{name}.{key}": value for name, state in states for key, value in _tensors(state)}
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yields the tensors of the state, except counts of steps."""
+    """Yield the tensors of the state, except counts of steps."""
     return (value for state in optimizer.state.values() for _, value in _tensors(state))
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Moves the state to a device. Optimizers that are neither fused nor capturable keep counts of steps on the CPU."""
+    """Move the state to a device. Optimizers that are neither fused nor capturable keep counts of
+    steps on the CPU.
+    """
     for group in optimizer.param_groups:
         counts_move = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
@@ -86,7 +102,7 @@ def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
 
 
 def set_steps(optimizer: torch.optim.Optimizer, count: int) -> None:
-    """Sets the count of steps in the state of every parameter, a tensor or a number."""
+    """Set the count of steps in the state of every parameter, a tensor or a number."""
     for state in optimizer.state.values():
         if torch.is_tensor(state.get("step")):
             state["step"].fill_(count)
@@ -94,20 +110,28 @@ def set_steps(optimizer: torch.optim.Optimizer, count: int) -> None:
             state["step"] = count
 
 
-def state_widths(settings: PolicyConfig, shapes: Mapping[str, torch.Size], matrices: Container[str]) -> dict[str, int]:
-    """The bytes of state for each element of each parameter."""
+def state_widths(
+    settings: PolicyConfig, shapes: Mapping[str, torch.Size], matrices: Container[str]
+) -> dict[str, int]:
+    """Return the bytes of state for each element of each parameter."""
     weights = _trial_weights()
     optimizer = make_optimizer(weights, ("hidden",), settings)
     widths = {
-        kind: sum(tensor.element_size() for _, tensor in _tensors(optimizer.state[weight]) if tensor.dim())
+        kind: sum(
+            tensor.element_size() for _, tensor in _tensors(optimizer.state[weight]) if tensor.dim()
+        )
         for kind, weight in weights.items()
     }
-    kinds = {n: "hidden" if n in matrices else "matrix" if len(shape) > 1 else "vector" for n, shape in shapes.items()}
+    kinds = {
+        n: "hidden" if n in matrices else "matrix" if len(shape) > 1 else "vector"
+        for n, shape in shapes.items()
+    }
     return {name: widths[kind] for name, kind in kinds.items()}
 
 
 def try_optimizer(settings: PolicyConfig, shards: int) -> None:
-    """Raises UserError unless the optimizer accepts its arguments, and continues from its state in a small trial.
+    """Raise UserError unless the optimizer accepts its arguments, and continues from its state in a
+    small trial.
 
     `shards` is the number of ranks between which rows of weights are cut.
     """
@@ -130,19 +154,32 @@ def _try(settings: PolicyConfig, shards: int) -> None:
             continue
         saved = _trial(settings, range(count))
         resumed = _trial(settings, range(count, steps), saved)
-        equal = (torch.equal(tensor, undisturbed[key]) for key, tensor in resumed.items() if key in undisturbed)
+        equal = (
+            torch.equal(tensor, undisturbed[key])
+            for key, tensor in resumed.items()
+            if key in undisturbed
+        )
         if resumed.keys() != undisturbed.keys() or not all(equal):
-            why = f"does not continue from the tensors in its state after {count} steps as if it had not stopped"
+            why = (
+                f"does not continue from the tensors in its state after {count} steps as if it had not "
+                "stopped"
+            )
             raise UserError(f"policy.optimizer: {name} {why}, which checkpoints need: {_OTHER}")
     if shards > 1 and ":" in name:
-        halves = [_trial(settings, range(steps), rows=rows)["matrix"] for rows in (slice(0, 3), slice(3, 6))]
+        halves = [
+            _trial(settings, range(steps), rows=rows)["matrix"] for rows in (slice(0, 3), slice(3, 6))
+        ]
         if not torch.equal(torch.cat(halves), undisturbed["matrix"]):
             why = f"computes with whole matrices, of which each of {shards} ranks has some rows"
-            raise UserError(f"policy.optimizer: {name} {why}: train on one rank, or set it to muon or adamw")
+            raise UserError(
+                f"policy.optimizer: {name} {why}: train on one rank, or set it to muon or adamw"
+            )
 
 
 def _make_custom(parameters: list[nn.Parameter], settings: PolicyConfig) -> torch.optim.Optimizer:
-    """Makes an optimizer of the user's class, whatever it raises; raises UserError if it is not fit for one."""
+    """Make an optimizer of the user's class, whatever it raises; raise UserError if it is not fit
+    for one.
+    """
     name = settings.optimizer
     try:
         kind = load(name)
@@ -153,7 +190,9 @@ def _make_custom(parameters: list[nn.Parameter], settings: PolicyConfig) -> torc
     groups = decay_groups(parameters, settings.weight_decay)
     if "weight_decay" not in inspect.signature(kind).parameters:
         if settings.weight_decay:
-            raise UserError(f"policy.weight_decay is set, but {name} takes no weight_decay: leave it out")
+            raise UserError(
+                f"policy.weight_decay is set, but {name} takes no weight_decay: leave it out"
+            )
         groups = [{"params": group["params"]} for group in groups]
     optimizer: torch.optim.Optimizer = kind(groups, lr=settings.lr, **settings.optimizer_options)
     return optimizer
@@ -161,7 +200,7 @@ def _make_custom(parameters: list[nn.Parameter], settings: PolicyConfig) -> torc
 
 @torch.no_grad()
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state by a step without gradients at a learning rate of 0."""
+    """Make the state by a step without gradients at a learning rate of 0."""
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         for parameter in group["params"]:
@@ -171,12 +210,24 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_state(optimizer: torch.optim.Optimizer, name: str) -> None:
-    for parameter, key, value in ((p, *entry) for p, state in optimizer.state.items() for entry in state.items()):
-        if value is None or key == "step" or (torch.is_tensor(value) and value.shape in (parameter.shape, ())):
+    for parameter, key, value in (
+        (p, *entry) for p, state in optimizer.state.items() for entry in state.items()
+    ):
+        if (
+            value is None
+            or key == "step"
+            or (torch.is_tensor(value) and value.shape in (parameter.shape, ()))
+        ):
             continue
-        what = f"a tensor of shape {list(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"
+        what = (
+            f"a tensor of shape {list(value.shape)}"
+            if torch.is_tensor(value)
+            else f"a {type(value).__name__}"
+        )
         kept = f"keeps {key!r}, {what}, for a weight of shape {list(parameter.shape)}"
-        remedy = "name an optimizer whose state has the shape of its weights, and is cut and saved like them"
+        remedy = (
+            "name an optimizer whose state has the shape of its weights, and is cut and saved like them"
+        )
         raise UserError(f"policy.optimizer: {name} {kept}: {remedy}")
 
 
@@ -188,18 +239,28 @@ def _trial_weights(seed: int = 0, rows: slice = slice(None)) -> dict[str, nn.Par
     random = torch.Generator().manual_seed(seed)
     shapes = {"hidden": (6, 4), "matrix": (6, 4), "vector": (4,)}
     drawn = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
-    return {name: nn.Parameter(value if name == "vector" else value[rows].clone()) for name, value in drawn.items()}
+    return {
+        name: nn.Parameter(value if name == "vector" else value[rows].clone())
+        for name, value in drawn.items()
+    }
 
 
 @torch.no_grad()
 def _trial(
-    settings: PolicyConfig, steps: range, saved: Mapping[str, Tensor] | None = None, rows: slice = slice(None)
+    settings: PolicyConfig,
+    steps: range,
+    saved: Mapping[str, Tensor] | None = None,
+    rows: slice = slice(None),
 ) -> dict[str, Tensor]:
-    """Small weights, and all that a checkpoint has of their state, after some steps from where `saved` was taken."""
+    """Small weights, and all that a checkpoint has of their state, after some steps from where
+    `saved` was taken.
+    """
     weights = _trial_weights(rows=rows)
     optimizer = make_optimizer(weights, ("hidden",), settings)
     if not all(torch.equal(weights[name], weight) for name, weight in _trial_weights(rows=rows).items()):
-        what = "changes weights in a step without gradients at a learning rate of 0, which makes its state"
+        what = (
+            "changes weights in a step without gradients at a learning rate of 0, which makes its state"
+        )
         raise UserError(f"policy.optimizer: {settings.optimizer} {what}: {_OTHER}")
     if saved is not None:
         for name, tensor in {**weights, **saved_state(optimizer, weights)}.items():
@@ -217,35 +278,58 @@ def _trial(
         optimizer.step()
     for group, earlier in zip(_group_values(optimizer), groups_before, strict=True):
         _check_unchanged(earlier, group, "{!r} of its groups", settings.optimizer)
-    _check_unchanged(attributes_before, _attribute_values(optimizer), "its attribute {!r}", settings.optimizer)
+    _check_unchanged(
+        attributes_before, _attribute_values(optimizer), "its attribute {!r}", settings.optimizer
+    )
     _check_state(optimizer, settings.optimizer)
     tensors = {**weights, **saved_state(optimizer, weights)}
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
         what = f"reaches values that are not finite in {len(steps)} steps on gradients of size 1"
-        raise UserError(f"policy.optimizer: {settings.optimizer} {what}: correct policy.optimizer_options")
+        raise UserError(
+            f"policy.optimizer: {settings.optimizer} {what}: correct policy.optimizer_options"
+        )
     return tensors
 
 
 def _group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Copies of what an optimizer's groups have besides parameters and the learning rate; tensors as lists."""
-    kept = [{key: value for key, value in g.items() if key not in ("params", "lr")} for g in optimizer.param_groups]
-    return [{k: v.tolist() if torch.is_tensor(v) else deepcopy(v) for k, v in group.items()} for group in kept]
+    """Copy of what an optimizer's groups have besides parameters and the learning rate; tensors as
+    lists.
+    """
+    kept = [
+        {key: value for key, value in g.items() if key not in ("params", "lr")}
+        for g in optimizer.param_groups
+    ]
+    return [
+        {k: v.tolist() if torch.is_tensor(v) else deepcopy(v) for k, v in group.items()}
+        for group in kept
+    ]
 
 
 def _attribute_values(optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
-    """Return the values that can be reached from each attribute of an optimizer and of its class, as text.
+    """Return the values that can be reached from each attribute of an optimizer and of its class,
+    as text.
 
     State, groups and weights are left out: checkpoints have them, or another check compares them.
     """
     weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     elsewhere = [optimizer, optimizer.state, optimizer.param_groups, *optimizer.param_groups, *weights]
     attributes = {**vars(type(optimizer)), **vars(optimizer)}
-    return {name: list(_values(value, {id(thing) for thing in elsewhere})) for name, value in attributes.items()}
+    return {
+        name: list(_values(value, {id(thing) for thing in elsewhere}))
+        for name, value in attributes.items()
+    }
 
 
 def _values(thing: Any, seen: set[int]) -> Iterator[str]:
-    """Yield the numbers, texts and tensors in a value, in its items and in its attributes, as text; `seen` are ids."""
-    if inspect.isroutine(thing) or inspect.isclass(thing) or inspect.ismodule(thing) or id(thing) in seen:
+    """Yield the numbers, texts and tensors in a value, in its items and in its attributes, as text;
+    `seen` are ids.
+    """
+    if (
+        inspect.isroutine(thing)
+        or inspect.isclass(thing)
+        or inspect.ismodule(thing)
+        or id(thing) in seen
+    ):
         return
     if torch.is_tensor(thing):
         yield repr(thing.tolist())
@@ -265,7 +349,9 @@ def _values(thing: Any, seen: set[int]) -> Iterator[str]:
 
 
 def _check_unchanged(before: Mapping[str, Any], after: Mapping[str, Any], what: str, name: str) -> None:
-    """Raise UserError about the first key whose value a step has changed; `what` is a noun with a place for the key."""
+    """Raise UserError about the first key whose value a step has changed; `what` is a noun with a
+    place for the key.
+    """
     for key in sorted(before.keys() | after.keys()):
         if (key in before) != (key in after) or before[key] != after[key]:
             changed = f"changes {what.format(key)} in a step, which no checkpoint has"

@@ -1,10 +1,12 @@
-"""Recurrent mixers (linear attention, state-space models, short convolutions) for sequences that are laid end to end.
+"""Recurrent mixers (linear attention, state-space models, short convolutions) for sequences that
+are laid end to end.
 
-Such a mixer hands a state from token to token, so in a pack it would hand one sequence's to the next. Transformers has
-arguments for the ends of sequences (`cu_seqlens`, `seq_idx`), under different names from family to family, and its
-functions without CUDA kernels drop them in silence. Here a mixer gets each sequence of a pack in a row of its own,
-padded behind, where a causal mixer never looks: exact for every family, on CPUs and GPUs alike. Rows whose lengths have
-the same number of binary digits share a call, so that less than half of what is computed is padding.
+Such a mixer hands a state from token to token, so in a pack it would hand one sequence's to the
+next. Transformers has arguments for the ends of sequences (`cu_seqlens`, `seq_idx`), under
+different names from family to family, and its functions without CUDA kernels drop them in silence.
+Here a mixer gets each sequence of a pack in a row of its own, padded behind, where a causal mixer
+never looks: exact for every family, on CPUs and GPUs alike. Rows whose lengths have the same number
+of binary digits share a call, so that less than half of what is computed is padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,33 +19,43 @@ from transformers import PreTrainedModel
 
 from trainer.model_structure import decoder
 
-_OF_A_PACK = frozenset((
-    "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "seq_idx",
-    "sequence_lengths",
-))  # fmt: skip
+_OF_A_PACK = frozenset(
+    (
+        "attention_mask",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "position_ids",
+        "seq_idx",
+        "sequence_lengths",
+    )
+)
 """Arguments that describe the pack or mask it, and that a mixer of whole rows does without."""
 
 
 def recurrent_mixers(model: PreTrainedModel) -> list[nn.Module]:
-    """Returns the modules of the decoder layers that hand a state from token to token.
+    """Return the modules of the decoder layers that hand a state from token to token.
 
     They are those with a causal convolution of their own, as all of them have in Transformers 5.
     """
     layers = getattr(decoder(model), "layers", ())
     modules = (module for layer in layers for module in layer.modules())
-    return [module for module in modules if any(isinstance(child, nn.Conv1d) for child in module.children())]
+    return [
+        module for module in modules if any(isinstance(child, nn.Conv1d) for child in module.children())
+    ]
 
 
 class SequenceRows:
     """The wrapped mixers of a model, with the lengths of the sequences that it computes.
 
-    Attributes:
-        lengths: the lengths of a pack's sequences; empty if each sequence has a row of its own already. They are kept
-            until the next pass, as a layer that checkpointing recomputes in backward needs them again.
+    Attributes: lengths: the lengths of a pack's sequences; empty if each sequence has a row of its
+        own already. They are kept until the next pass, as a layer that checkpointing recomputes in
+        backward needs them again.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Wraps the model's mixers; a model without any is left as it is."""
+        """Wrap the model's mixers; a model without any is left as it is."""
         self.lengths: Sequence[int] = ()
         for mixer in recurrent_mixers(model):
             self._wrap(mixer)
@@ -62,16 +74,22 @@ class SequenceRows:
     def _row_by_row(
         self, inner: Callable[..., Any], hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Returns the mixer's result for a pack, [1, N, H], computed with a row for each sequence."""
+        """Return the mixer's result for a pack, [1, N, H], computed with a row for each
+        sequence.
+        """
         if hidden.shape[:2] != (1, sum(self.lengths)):
             shape, tokens = list(hidden.shape), sum(self.lengths)
-            raise ValueError(f"a recurrent layer got {shape} where the pack has {tokens} tokens in one row")
+            raise ValueError(
+                f"a recurrent layer got {shape} where the pack has {tokens} tokens in one row"
+            )
         kwargs = {name: None if name in _OF_A_PACK else value for name, value in kwargs.items()}
         sequences, results = hidden[0].split(list(self.lengths)), dict[int, Tensor]()
         rest: tuple[Any, ...] | None = None
         for digits in sorted({length.bit_length() for length in self.lengths}):
             numbers = [n for n, length in enumerate(self.lengths) if length.bit_length() == digits]
-            output = inner(pad_sequence([sequences[n] for n in numbers], batch_first=True), *args, **kwargs)
+            output = inner(
+                pad_sequence([sequences[n] for n in numbers], batch_first=True), *args, **kwargs
+            )
             if isinstance(output, tuple):
                 output, rest = output[0], output[1:]
             results |= {n: row[: self.lengths[n]] for n, row in zip(numbers, output, strict=True)}

@@ -1,13 +1,16 @@
-"""Routes of micro-batches through mixtures of experts, replayed or recorded, and the load of experts.
+"""Routes of micro-batches through mixtures of experts, replayed or recorded, and the load of
+experts.
 
-A route is the set of experts that a token is sent to in a layer. An engine and a trainer that compute scores with
-different kernels, or in different dtypes, send some tokens to different experts, and their gap is then larger than
-rounding alone would make it. With the engine's routes the trainer computes what was sampled (Rollout Routing Replay, Ma
-et al. 2025, arXiv:2510.11370); the scores at these experts are the trainer's, so gradients reach the router.
+A route is the set of experts that a token is sent to in a layer. An engine and a trainer that
+compute scores with different kernels, or in different dtypes, send some tokens to different
+experts, and their gap is then larger than rounding alone would make it. With the engine's routes
+the trainer computes what was sampled (Rollout Routing Replay, Ma et al. 2025, arXiv:2510.11370);
+the scores at these experts are the trainer's, so gradients reach the router.
 
-A router is found and changed by its behaviour: its forward chooses among as many numbers as there are experts, by one
-`topk` for each token. With replayed routes, that call returns their experts and scores. The router is wrapped, not the
-layer, so a layer that checkpointing recomputes in backward takes the same routes.
+A router is found and changed by its behaviour: its forward chooses among as many numbers as there
+are experts, by one `topk` for each token. With replayed routes, that call returns their experts and
+scores. The router is wrapped, not the layer, so a layer that checkpointing recomputes in backward
+takes the same routes.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,10 +34,11 @@ _PROBE_TOKENS = 6
 
 
 def find_routers(model: PreTrainedModel, balanced: bool = False) -> dict[int, str]:
-    """The name of each decoder layer's router, by the number of the layer; empty for a dense model.
+    """Return the name of each decoder layer's router, by the number of the layer; empty for a dense
+    model.
 
-    `model` is on meta, where the routers are run once. Raises UserError naming a module whose choice cannot be
-    replaced, or, if loads are to be `balanced`, one whose scores are no softmax.
+    `model` is on meta, where the routers are run once. Raises UserError naming a module whose
+    choice cannot be replaced, or, if loads are to be `balanced`, one whose scores are no softmax.
     """
     experts, top_k = _sizes(model)
     names = {id(module): name for name, module in model.named_modules()}
@@ -45,23 +49,35 @@ def find_routers(model: PreTrainedModel, balanced: bool = False) -> dict[int, st
             block = modules[path.rpartition(".")[0]]
             router = _router_of(block, experts)
             name = names[id(router or block)]
-            if router is None or not top_k or (watched := _watched_run(router, block, modules[path], model)) is None:
-                raise UserError(f"model.routes: {name} of this model has no router that can be run: set it to own")
+            if (
+                router is None
+                or not top_k
+                or (watched := _watched_run(router, block, modules[path], model)) is None
+            ):
+                raise UserError(
+                    f"model.routes: {name} of this model has no router that can be run: set it to own"
+                )
             if watched.choices != 1 or number in routers:
                 raise UserError(
-                    f"model.routes: {name} chooses experts {watched.choices} times, not once: set it to own"
+                    f"model.routes: {name} chooses experts {watched.choices} times, not once: set it "
+                    "to own"
                 )
             if balanced and watched.sigmoids:
                 wants = "the balance loss wants those of a softmax"
-                raise UserError(f"algorithm.balance_coef: {name} scores experts by sigmoids, and {wants}: set it to 0")
+                raise UserError(
+                    f"algorithm.balance_coef: {name} scores experts by sigmoids, and {wants}: set it "
+                    "to 0"
+                )
             routers[number] = name
     return routers
 
 
 def asked_routers(model: PreTrainedModel, routes: str, balanced: bool = False) -> dict[int, str]:
-    """The routers of a policy with these `model.routes`; with `own`, none if their choice cannot be replaced.
+    """Return the routers of a policy with these `model.routes`; with `own`, none if their choice
+    cannot be replaced.
 
-    Raises UserError for other `routes` if the model has no routers whose choice can be replaced; see `find_routers`.
+    Raises UserError for other `routes` if the model has no routers whose choice can be replaced;
+    see `find_routers`.
     """
     try:
         routers = find_routers(model, balanced)
@@ -70,12 +86,16 @@ def asked_routers(model: PreTrainedModel, routes: str, balanced: bool = False) -
             raise
         return {}
     if not routers and routes != "own":
-        raise UserError(f"model.routes is {routes}, but {type(model).__name__} has no experts: set it to own")
+        raise UserError(
+            f"model.routes is {routes}, but {type(model).__name__} has no experts: set it to own"
+        )
     return routers
 
 
 def _sizes(model: PreTrainedModel) -> tuple[int, int]:
-    """The numbers of experts in a layer and of experts that a token is sent to; zeros for a dense model."""
+    """Return the numbers of experts in a layer and of experts that a token is sent to; zeros for a
+    dense model.
+    """
     config = model.config.get_text_config()
     keys = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((size for key in keys if (size := getattr(config, key, None))), 0)
@@ -83,11 +103,15 @@ def _sizes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _holds_experts(module: nn.Module, experts: int) -> bool:
-    return bool(experts) and any(p.ndim == 3 and p.shape[0] == experts for p in module.parameters(recurse=False))
+    return bool(experts) and any(
+        p.ndim == 3 and p.shape[0] == experts for p in module.parameters(recurse=False)
+    )
 
 
 def _router_of(block: nn.Module, experts: int) -> nn.Module | None:
-    """The module with the router's weight [experts, hidden], its own or that of a linear layer in it."""
+    """Return the module with the router's weight [experts, hidden], its own or that of a linear
+    layer in it.
+    """
     for module in block.modules():
         for part in [module, *(child for child in module.children() if type(child) is nn.Linear)]:
             if type(module) is not nn.Linear and any(
@@ -98,7 +122,9 @@ def _router_of(block: nn.Module, experts: int) -> nn.Module | None:
 
 
 def _is_choice(func: Any, args: Any, experts: int) -> bool:
-    """True for a `topk` of scores [tokens, experts]; those of groups of experts have a third dimension."""
+    """Return True for a `topk` of scores [tokens, experts]; those of groups of experts have a third
+    dimension.
+    """
     return func in _TOPK and args[0].ndim == 2 and args[0].shape[-1] == experts
 
 
@@ -119,9 +145,10 @@ class _Watching(TorchFunctionMode):
 def _watched_run(
     router: nn.Module, block: nn.Module, experts_module: nn.Module, model: PreTrainedModel
 ) -> _Watching | None:
-    """Runs the router and returns the mode that watched it, or None if it cannot run.
+    """Run the router and return the mode that watched it, or None if it cannot run.
 
-    It may take its correction bias from the block, or be the block, whose experts then return what they get.
+    It may take its correction bias from the block, or be the block, whose experts then return what
+    they get.
     """
     experts, width = _sizes(model)[0], model.config.get_text_config().hidden_size
     held = [*block.parameters(recurse=False), *block.buffers(recurse=False)]
@@ -138,7 +165,7 @@ def _watched_run(
 
 @contextmanager
 def _returning_its_input(module: nn.Module) -> Iterator[None]:
-    """Replaces the forward of experts, which look at the values of routes, and those are on meta."""
+    """Replace the forward of experts, which look at the values of routes, and those are on meta."""
     module.forward = lambda hidden, *routes, **options: hidden  # type: ignore[assignment, method-assign]
     try:
         yield
@@ -149,25 +176,30 @@ def _returning_its_input(module: nn.Module) -> Iterator[None]:
 class Routing:
     """The wrapped routers of a model, with the routes of the micro-batch that it computes.
 
-    Attributes:
-        format: the layers with routers, the number of experts and the number that a token is sent to.
-        record: keep the routes of each pass, for `taken`.
-        gradient_scale: the number by which the backend will divide gradients.
+    Attributes: format: the layers with routers, the number of experts and the number that a token
+        is sent to. record: keep the routes of each pass, for `taken`. gradient_scale: the number by
+        which the backend will divide gradients.
     """
 
     def __init__(
-        self, model: PreTrainedModel, routers: dict[int, str], record: bool = False, gradient_scale: float = 1.0
+        self,
+        model: PreTrainedModel,
+        routers: dict[int, str],
+        record: bool = False,
+        gradient_scale: float = 1.0,
     ) -> None:
-        """Wraps the routers that `find_routers` returned for this model, or for one like it."""
+        """Wrap the routers that `find_routers` returned for this model, or for one like it."""
         experts, top_k = _sizes(model)
         self.format = RouteFormat(tuple(routers), experts=experts, top_k=top_k)
         self.record = record
         self.gradient_scale = gradient_scale
         self.groups: int = getattr(model.config.get_text_config(), "n_group", None) or 1
-        self.rows: Tensor | None = None  # [N, layers, k] of the model's N input tokens; None: the router decides
+        # [N, layers, k] of the model's N input tokens; None: the router decides
+        self.rows: Tensor | None = None
         self.samples = torch.empty(0, dtype=torch.int64)  # [N], see `samples_of`
         self.pull: Tensor | None = None  # [layers, experts] float32, see `balance`
-        self._done: set[int] = set()  # layers computed so far; a second pass recomputes them and does not count
+        # Layers computed so far; a second pass recomputes them and does not count
+        self._done: set[int] = set()
         self._taken: dict[int, Tensor] = {}
         self._reset()
         for position, name in enumerate(routers.values()):
@@ -189,37 +221,46 @@ class Routing:
         router.forward = forward  # type: ignore[assignment, method-assign]
 
     def begin(self, batch: MicroBatch) -> None:
-        """Prepares for the forward and backward of a micro-batch, with its routes if it has any."""
+        """Prepare for the forward and backward of a micro-batch, with its routes if it has any."""
         device = batch.input_ids.device
         self.rows = None if batch.routes is None else batch.routes.to(device, non_blocking=True)
         self.samples = samples_of(batch).to(device, non_blocking=True)
         self._done, self._taken = set(), {}
         if self._loads.device != device:
-            self._loads, self._differ, self._pulled = (t.to(device) for t in (self._loads, self._differ, self._pulled))
+            self._loads, self._differ, self._pulled = (
+                t.to(device) for t in (self._loads, self._differ, self._pulled)
+            )
 
     def taken(self) -> Tensor | None:
-        """The routes [N, layers, k] of the latest pass, on the host; None unless they are recorded."""
+        """Return the routes [N, layers, k] of the latest pass, on the host; None unless they are
+        recorded.
+        """
         if not self.record:
             return None
         return torch.stack([self._taken[n] for n in range(len(self.format.layers))], dim=1).cpu()
 
     def take_counts(self) -> tuple[Tensor, int, float]:
-        """The counts of all passes since the last call, which are then reset.
+        """Return the counts of all passes since the last call, which are then reset.
 
-        Returns each expert's tokens [layers, experts] int64, on the host; the number of tokens, summed over layers,
-        whose replayed routes differ from the router's choice; and the balance loss.
+        Returns each expert's tokens [layers, experts] int64, on the host; the number of tokens,
+        summed over layers, whose replayed routes differ from the router's choice; and the balance
+        loss.
         """
         counts = self._loads.cpu(), int(self._differ), float(self._pulled)
         self._reset()
         return counts
 
     def choose(self, position: int, scores: Tensor, topk: Callable[[Tensor], Any]) -> Any:
-        """Replaces `topk` of scores [N, experts]: returns the replayed experts and their scores, or the router's."""
+        """Replace `topk` of scores [N, experts]: return the replayed experts and their scores, or
+        the router's.
+        """
         choice = topk(scores)
         rows = None if self.rows is None else self.rows[:, position].long()
         if rows is not None and rows.shape != choice.indices.shape:
             layer, shape = self.format.layers[position], list(choice.indices.shape)
-            raise ValueError(f"layer {layer} routes {shape} tokens and experts, but its routes are {list(rows.shape)}")
+            raise ValueError(
+                f"layer {layer} routes {shape} tokens and experts, but its routes are {list(rows.shape)}"
+            )
         used = choice.indices if rows is None else rows
         if position not in self._done:
             self._done.add(position)
@@ -229,14 +270,19 @@ class Routing:
     @torch.no_grad()
     def _count(self, position: int, choice: Tensor, used: Tensor) -> None:
         samples = self.samples.unsqueeze(-1).expand_as(used)
-        self._loads[position].index_add_(0, used.flatten(), samples.flatten())  # bincount would wait for a GPU
+        # Bincount would wait for a GPU
+        self._loads[position].index_add_(0, used.flatten(), samples.flatten())
         if choice is not used:
-            self._differ += ((choice.sort(-1).values != used.sort(-1).values).any(-1) * self.samples).sum()
+            self._differ += (
+                (choice.sort(-1).values != used.sort(-1).values).any(-1) * self.samples
+            ).sum()
         if self.record:
             self._taken[position] = used.to(self.format.dtype)
 
     def pull_of(self, position: int, logits: Tensor) -> Tensor:
-        """The logits [N, experts]; backward adds the gradient of the balance loss to theirs."""
+        """Return the logits [N, experts]; backward adds the gradient of the balance loss to
+        theirs.
+        """
         if self.pull is None or not torch.is_grad_enabled():
             return logits
         weights = self.pull[position].to(logits.device)
@@ -249,12 +295,14 @@ class Routing:
 
 
 def balance(loads: Tensor, format: RouteFormat, coef: float) -> Tensor:
-    """The weights [layers, experts] float32 of a token's probabilities in the balance loss, from all ranks' loads.
+    """Return the weights [layers, experts] float32 of a token's probabilities in the balance loss,
+    from all ranks' loads.
 
-    The loss is that of Fedus et al. 2021 (Switch Transformers, arXiv:2101.03961), equation 4, as a mean over layers:
-    coef * experts * sum_e f_e P_e, where f_e is the share of the update's choices that fall on expert e, and P_e the
-    mean of its probability over the update's tokens. The routes give f before the first forward pass, so the loss is a
-    sum over tokens, whatever micro-batches and ranks they are in. `loads` are [layers, experts] int64.
+    The loss is that of Fedus et al. 2021 (Switch Transformers, arXiv:2101.03961), equation 4, as a
+    mean over layers: coef * experts * sum_e f_e P_e, where f_e is the share of the update's choices
+    that fall on expert e, and P_e the mean of its probability over the update's tokens. The routes
+    give f before the first forward pass, so the loss is a sum over tokens, whatever micro-batches
+    and ranks they are in. `loads` are [layers, experts] int64.
     """
     choices = loads.sum(1, keepdim=True).double().clamp(min=1)
     tokens = choices / format.top_k
@@ -262,7 +310,9 @@ def balance(loads: Tensor, format: RouteFormat, coef: float) -> Tensor:
 
 
 def loads_of(batches: list[MicroBatch], format: RouteFormat) -> Tensor:
-    """Each expert's tokens [layers, experts] int64 by the routes of this rank's micro-batches, on the host."""
+    """Return each expert's tokens [layers, experts] int64 by the routes of this rank's
+    micro-batches, on the host.
+    """
     loads = torch.zeros(len(format.layers), format.experts, dtype=torch.int64)
     for batch in batches:
         if batch.rows and batch.routes is not None:
@@ -273,9 +323,11 @@ def loads_of(batches: list[MicroBatch], format: RouteFormat) -> Tensor:
 
 
 def samples_of(batch: MicroBatch) -> Tensor:
-    """The number of samples that have each token of the model's input, 0 for padding: [N] int64, on the host.
+    """Return the number of samples that have each token of the model's input, 0 for padding: [N]
+    int64, on the host.
 
-    It is 1 for the tokens of a sequence, and more only where beginnings are computed once for several samples.
+    It is 1 for the tokens of a sequence, and more only where beginnings are computed once for
+    several samples.
     """
     pack = batch.layout.pack
     if pack is not None and pack.tree is not None:
@@ -283,12 +335,16 @@ def samples_of(batch: MicroBatch) -> Tensor:
         return pack.local(rows.repeat_interleave(torch.tensor(pack.lengths)))
     sizes = [length - 1 if batch.rows else 0 for length in batch.lengths]
     widths = pack.lengths if pack is not None else [batch.input_ids.shape[1] - 1] * len(sizes)
-    real = torch.cat([torch.arange(width) < size for size, width in zip_longest(sizes, widths, fillvalue=0)]).long()
+    real = torch.cat(
+        [torch.arange(width) < size for size, width in zip_longest(sizes, widths, fillvalue=0)]
+    ).long()
     return real if pack is None else pack.local(real)
 
 
 class _Choice(TorchFunctionMode):
-    """The mode in which a router's forward runs, which replaces its choice and adds the balance loss."""
+    """The mode in which a router's forward runs, which replaces its choice and adds the balance
+    loss.
+    """
 
     def __init__(self, routing: Routing, position: int) -> None:
         super().__init__()
@@ -299,10 +355,17 @@ class _Choice(TorchFunctionMode):
         routing, kwargs = self.routing, kwargs or {}
         experts = routing.format.experts
         if _is_choice(func, args, experts):
-            return routing.choose(self.position, args[0], lambda scores: func(scores, *args[1:], **kwargs))
-        if func in _TOPK and routing.rows is not None and args[0].ndim == 2 and args[0].shape[-1] == routing.groups:
-            # Some routers drop the scores of experts outside of the groups chosen here, so the groups of the replayed
-            # experts come first.
+            return routing.choose(
+                self.position, args[0], lambda scores: func(scores, *args[1:], **kwargs)
+            )
+        if (
+            func in _TOPK
+            and routing.rows is not None
+            and args[0].ndim == 2
+            and args[0].shape[-1] == routing.groups
+        ):
+            # Some routers drop the scores of experts outside of the groups chosen here, so the
+            # groups of the replayed experts come first.
             groups = routing.rows[:, self.position].long() // (experts // routing.groups)
             return func(args[0].scatter(1, groups, float("inf")), *args[1:], **kwargs)
         result = func(*args, **kwargs)
@@ -312,7 +375,9 @@ class _Choice(TorchFunctionMode):
 
 
 class _Pull(torch.autograd.Function):
-    """The identity; backward adds the gradient of the sum over samples' tokens of weights · softmax(logits)."""
+    """The identity; backward adds the gradient of the sum over samples' tokens of weights ·
+    softmax(logits).
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, weights: Tensor, samples: Tensor) -> Tensor:

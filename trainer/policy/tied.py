@@ -9,14 +9,19 @@ from transformers import PreTrainedModel
 
 
 def add_rows_to_head(model: PreTrainedModel) -> None:
-    """Makes tied embeddings [V, H] add the rows of a batch's tokens to the weight's gradient, which the head has begun.
+    """Make tied embeddings [V, H] add the rows of a batch's tokens to the weight's gradient, which
+    the head has begun.
 
-    Otherwise, backward would make a second gradient [V, H], mostly zeros, while the weight and the gradient of earlier
-    micro-batches are in memory as well. Only for weights in float32 on a CPU: in bfloat16 a frequent token's terms
-    would be lost one by one beside the head's, and on CUDA their order would vary. Does nothing to untied embeddings.
+    Otherwise, backward would make a second gradient [V, H], mostly zeros, while the weight and the
+    gradient of earlier micro-batches are in memory as well. Only for weights in float32 on a CPU:
+    in bfloat16 a frequent token's terms would be lost one by one beside the head's, and on CUDA
+    their order would vary. Does nothing to untied embeddings.
     """
     embedding = model.get_input_embeddings()
-    if model.get_output_embeddings().weight is not embedding.weight or type(embedding) is not nn.Embedding:
+    if (
+        model.get_output_embeddings().weight is not embedding.weight
+        or type(embedding) is not nn.Embedding
+    ):
         return
     lookup = embedding.forward
     start = torch.zeros((), requires_grad=True)  # so that backward comes by, although not for the weight
@@ -31,11 +36,13 @@ def add_rows_to_head(model: PreTrainedModel) -> None:
 
 
 class _Rows(torch.autograd.Function):
-    """The rows of an embedding, whose backward adds to `weight.grad` itself instead of returning a gradient."""
+    """The rows of an embedding, whose backward adds to `weight.grad` itself instead of returning a
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, embedding: nn.Embedding, ids: Tensor) -> Tensor:
-        """Returns the rows of `ids`."""
+        """Return the rows of `ids`."""
         ctx.embedding = embedding
         ctx.save_for_backward(ids)
         return nn.functional.embedding(ids, embedding.weight)
@@ -43,7 +50,9 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        """Adds token by token, in the order of `ids`; those with the index of padding get none, as in torch."""
+        """Add token by token, in the order of `ids`; those with the index of padding get none, as
+        in torch.
+        """
         (ids,) = ctx.saved_tensors
         weight, padding = ctx.embedding.weight, ctx.embedding.padding_idx
         if padding is not None:

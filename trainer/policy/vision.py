@@ -1,12 +1,13 @@
-"""Images in the policy: the encoder of a multimodal model, and the way of its features to the placeholder tokens.
+"""Images in the policy: the encoder of a multimodal model, and the way of its features to the
+placeholder tokens.
 
-Nothing here depends on an architecture. Transformers says which module is the encoder (`get_encoder`), which arguments
-its features need (`get_image_features`), whether rotary positions have several axes (`get_rope_index`), and takes the
-features (`mm_encoder_outputs`).
+Nothing here depends on an architecture. Transformers says which module is the encoder
+(`get_encoder`), which arguments its features need (`get_image_features`), whether rotary positions
+have several axes (`get_rope_index`), and takes the features (`mm_encoder_outputs`).
 
-A trunk finds the placeholders of images by their id. This module finds them by their place in the row, since a policy
-may sample the placeholder's id, which is then an ordinary token, also for the engine
-(https://github.com/modelscope/ms-swift/issues/9287).
+A trunk finds the placeholders of images by their id. This module finds them by their place in the
+row, since a policy may sample the placeholder's id, which is then an ordinary token, also for the
+engine (https://github.com/modelscope/ms-swift/issues/9287).
 """
 
 import inspect
@@ -32,33 +33,49 @@ class Vision:
     """A preparer of micro-batches' images for a trunk."""
 
     def __init__(self, model: PreTrainedModel, processor: ImageProcessor) -> None:
-        """Reads what the trunk needs. Raises UserError if the trunk does not take the features of images."""
+        """Read what the trunk needs. Raises UserError if the trunk does not take the features of
+        images.
+        """
         trunk = model.base_model
-        asked, taken = (inspect.signature(call).parameters for call in (trunk.get_image_features, trunk.forward))
+        asked, taken = (
+            inspect.signature(call).parameters for call in (trunk.get_image_features, trunk.forward)
+        )
         if "mm_encoder_outputs" not in taken or not hasattr(trunk, "get_placeholder_mask"):
-            raise UserError(f"{type(model).__name__} does not take the features of images: use another model")
+            raise UserError(
+                f"{type(model).__name__} does not take the features of images: use another model"
+            )
         self._trunk: Any = trunk
         vision = model.config.vision_config
-        self._patch = 3 * vision.patch_size**2 * getattr(vision, "temporal_patch_size", 1)  # numbers per patch
+        # Numbers per patch
+        self._patch = 3 * vision.patch_size**2 * getattr(vision, "temporal_patch_size", 1)
         self._blank_image = Image.read(Pillow.new("RGB", (32, 32)))
         self._blank = processor.features([self._blank_image])
         # The argument that says which tokens are of images, if these attend to later ones as well.
         self._kinds = "token_type_ids" if "token_type_ids" in taken else "mm_token_type_ids"
         self._bidirectional = looks_ahead(trunk)
-        self._switches = self._bidirectional and trunk.config.get_text_config()._attn_implementation == NAME
+        self._switches = (
+            self._bidirectional and trunk.config.get_text_config()._attn_implementation == NAME
+        )
         self._processor = processor
         self._asked = list(asked)
 
     def image_token(self, model: PreTrainedModel) -> float:
-        """The encoder's activations per image token, by what the processor makes of a blank image."""
-        patches = self._blank["pixel_values"].numel() / self._patch / self._processor.tokens(self._blank_image.size)
+        """Return the encoder's activations per image token, by what the processor makes of a blank
+        image.
+        """
+        patches = (
+            self._blank["pixel_values"].numel()
+            / self._patch
+            / self._processor.tokens(self._blank_image.size)
+        )
         return image_token(model, patches)
 
     def inputs(self, batch: MicroBatch) -> dict[str, Any]:
-        """The images of a micro-batch, for `hidden`.
+        """Return the images of a micro-batch, for `hidden`.
 
-        A micro-batch without images gets a blank one, whose features are not used: all ranks must enter the collectives
-        of the encoder's shards, whatever their rows contain (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819).
+        A micro-batch without images gets a blank one, whose features are not used: all ranks must
+        enter the collectives of the encoder's shards, whatever their rows contain
+        (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819).
         """
         device = batch.input_ids.device
         pack, width = batch.layout.pack, batch.input_ids.shape[1] - 1
@@ -66,13 +83,16 @@ class Vision:
         starts = torch.tensor([0, *sizes]).cumsum(0)
         places, indices = batch.images, starts[: len(batch.lengths), None] + torch.arange(width)
         encoded = [place.image for place in places]
-        if pack and pack.tree:  # an image of a common beginning is there once, and equal ones are encoded once
+        if pack and pack.tree:
+            # an image of a common beginning is there once, and equal ones are encoded once
             indices = pack_indices(pack.tree.trie, starts, width)
             first = {int(indices[place.row, place.start]): place for place in reversed(places)}
             places = [first[index] for index in sorted(first)]
             encoded = list({place.image.digest: place.image for place in places}.values())
         images = self._processor.features(encoded) if places else self._blank
-        inputs: dict[str, Any] = {"features": {n: images[n].to(device) for n in self._asked if n in images}}
+        inputs: dict[str, Any] = {
+            "features": {n: images[n].to(device) for n in self._asked if n in images}
+        }
         inputs["patches"] = images["pixel_values"].numel() // self._patch
         if places:
             if pack:
@@ -89,7 +109,8 @@ class Vision:
             inputs["lengths"] = [len(some) for some in tokens]
             inputs["names"] = [place.image.name for place in places]
             image_tokens = torch.tensor([*chain.from_iterable(tokens)])
-            begin, end = (pack.begin, pack.begin + len(pack.tokens)) if pack else (0, sum(sizes))  # on this rank
+            # On this rank
+            begin, end = (pack.begin, pack.begin + len(pack.tokens)) if pack else (0, sum(sizes))
             if batch.ways > 1:
                 here = ((image_tokens >= begin) & (image_tokens < end)).nonzero().squeeze(1)
                 inputs["here"], image_tokens = here.to(device), image_tokens[here] - begin
@@ -106,15 +127,18 @@ class Vision:
     def _positions(
         self, batch: MicroBatch, sizes: list[int], numbers: dict[str, int], images: dict[str, Tensor]
     ) -> Tensor:
-        """Rotary positions by axis, [axes, B, T] or [axes, 1, N] for a pack, where each sequence begins at 0.
+        """Rotary positions by axis, [axes, B, T] or [axes, 1, N] for a pack, where each sequence
+        begins at 0.
 
         Positions that continue through a pack are a known mistake
-        (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819). `numbers` are the places in `images`, by digest.
+        (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819). `numbers` are the places in
+        `images`, by digest.
         """
         tables, pack = [], batch.layout.pack
         wanted = inspect.signature(self._trunk.get_rope_index).parameters
         runs = [(row, 0, size) for row, size in enumerate(sizes)]
-        if pack and pack.tree:  # no run begins or ends within an image, since its tokens are equal or different as one
+        if pack and pack.tree:
+            # no run begins or ends within an image, since its tokens are equal or different as one
             runs = [(node.row, node.begin, node.end) for node in pack.tree.trie[0]]
         for row, begin, end in runs:
             inside = [place for place in batch.images if place.row == row and place.start < end]
@@ -125,14 +149,17 @@ class Vision:
             grids = {n: images[n][chosen] for n in wanted if n in images}
             if inside:
                 ids = torch.zeros_like(kinds)  # only their number is read
-                tables.append(self._trunk.get_rope_index(ids, mm_token_type_ids=kinds, **grids)[0][..., begin:])
+                tables.append(
+                    self._trunk.get_rope_index(ids, mm_token_type_ids=kinds, **grids)[0][..., begin:]
+                )
             else:
                 tables.append(torch.arange(begin, end).view(1, 1, -1))
         axes = max(len(table) for table in tables)
         return torch.cat([table.expand(axes, -1, -1) for table in tables], dim=2 if pack else 1)
 
     def hidden(self, inputs: Tensor, images: dict[str, Any], packing: dict[str, Any]) -> Tensor:
-        """The trunk's last hidden states [B, T, H] for ids [B, T] and images that `inputs` returned.
+        """Return the trunk's last hidden states [B, T, H] for ids [B, T] and images that `inputs`
+        returned.
 
         Raises ValueError if an image does not have as many features as placeholder tokens.
         """
@@ -148,7 +175,9 @@ class Vision:
         lengths = [len(image) for image in features.pooler_output]
         if lengths != images["lengths"]:  # https://github.com/verl-project/verl/issues/3469
             named = ", ".join(name or "an image" for name in images["names"])
-            raise ValueError(f"{named}: they have {lengths} features, but {images['lengths']} placeholder tokens")
+            raise ValueError(
+                f"{named}: they have {lengths} features, but {images['lengths']} placeholder tokens"
+            )
         if "here" in images:
             _keep(features, images["here"])
         named = packing | images["named"] | {"mm_encoder_outputs": {"image": features}}
@@ -159,12 +188,16 @@ class Vision:
 
 @contextmanager
 def _placeholders(trunk: Any, inputs: Tensor, places: Tensor | None = None) -> Iterator[None]:
-    """A context in which the trunk finds images only at these places of its flattened input, or nowhere."""
+    """Return a context in which the trunk finds images only at these places of its flattened input,
+    or nowhere.
+    """
     marked = torch.full_like(inputs, -1).view(-1)
     if places is not None:
         marked[places] = trunk.config.image_token_id
     by_id = trunk.get_placeholder_mask
-    trunk.get_placeholder_mask = lambda ids, *rest, **named: by_id(marked.view_as(inputs), *rest, **named)
+    trunk.get_placeholder_mask = lambda ids, *rest, **named: by_id(
+        marked.view_as(inputs), *rest, **named
+    )
     try:
         yield
     finally:
@@ -172,16 +205,18 @@ def _placeholders(trunk: Any, inputs: Tensor, places: Tensor | None = None) -> I
 
 
 def _repeat(features: Any, numbers: list[int]) -> None:
-    """Makes features those of images with these numbers, which may occur several times."""
+    """Make features those of images with these numbers, which may occur several times."""
     features.pooler_output = [features.pooler_output[number] for number in numbers]
     if layers := getattr(features, "deepstack_features", None):
         features.deepstack_features = [[layer[number] for number in numbers] for layer in layers]
 
 
 def _keep(features: Any, here: Tensor) -> None:
-    """Reduces features to those of tokens on this rank, whose indices among those of all images are `here`.
+    """Reduce features to those of tokens on this rank, whose indices among those of all images are
+    `here`.
 
-    Every rank that shares the tokens has computed all features; in backward each gets the gradient of its tokens.
+    Every rank that shares the tokens has computed all features; in backward each gets the gradient
+    of its tokens.
     """
     features.pooler_output = [torch.cat([*features.pooler_output]).index_select(0, here)]
     if layers := getattr(features, "deepstack_features", None):
@@ -189,13 +224,15 @@ def _keep(features: Any, here: Tensor) -> None:
 
 
 def _read(features: Any) -> list[Tensor]:
-    """The features that trunks read, out of an encoder's outputs."""
+    """Return the features that trunks read, out of an encoder's outputs."""
     lists = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
     return [tensor for item in lists for tensor in ([item] if isinstance(item, Tensor) else item)]
 
 
 class _Beside(torch.autograd.Function):
-    """The identity of hidden states; in backward the other tensors get gradients that are exactly zero."""
+    """The identity of hidden states; in backward the other tensors get gradients that are exactly
+    zero.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *beside: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""The policy of a single rank that computes with the engine's weights, so that none need to be sent."""
+"""The policy of a single rank that computes with the engine's weights, so that none need to be
+sent.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,12 +16,14 @@ from trainer.types import UpdateStats
 
 
 class InPlacePolicy(FsdpPolicy):
-    """A policy whose weights, in the compute dtype, may be in an engine's memory, with float32 masters.
+    """A policy whose weights, in the compute dtype, may be in an engine's memory, with float32
+    masters.
 
-    It is always trainable, without adapters. Nothing is sharded: on one rank FSDP would copy every weight before each
-    use. Gradients are summed over micro-batches in float32 and applied to the masters, as FSDP does, so the weights are
-    the same bit for bit. With `policy.update_on: host` masters, gradients and optimizer state are in host memory: the
-    device holds the engine's weights, and gradients until they have been copied.
+    It is always trainable, without adapters. Nothing is sharded: on one rank FSDP would copy every
+    weight before each use. Gradients are summed over micro-batches in float32 and applied to the
+    masters, as FSDP does, so the weights are the same bit for bit. With `policy.update_on: host`
+    masters, gradients and optimizer state are in host memory: the device holds the engine's
+    weights, and gradients until they have been copied.
     """
 
     def _birthplace(self, trainable: bool) -> torch.device:
@@ -32,7 +36,8 @@ class InPlacePolicy(FsdpPolicy):
     @torch.no_grad()
     def _load(self, start: hf_format.StartValue) -> None:
         super()._load(start)
-        # The trained parameters by name: in float32, on one device, they are the weights themselves.
+        # The trained parameters by name: in float32, on one device, they are the weights
+        # themselves.
         self.masters: dict[str, nn.Parameter] = {}
         if self.module.value_head is not None:
             self.module.value_head.to(self.device)
@@ -47,18 +52,25 @@ class InPlacePolicy(FsdpPolicy):
                 weight.register_post_accumulate_grad_hook(partial(_accumulate, self.masters[name]))
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The masters, which the optimizer updates and checkpoints contain."""
+        """Return the masters, which the optimizer updates and checkpoints contain."""
         return self.masters
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the model's parameters by name: their masters, or, if they are frozen, the weights themselves."""
-        return ((name, self.masters.get(name, weight)) for name, weight in parameter_names(self.model).items())
+        """Yield the model's parameters by name: their masters, or, if they are frozen, the weights
+        themselves.
+        """
+        return (
+            (name, self.masters.get(name, weight))
+            for name, weight in parameter_names(self.model).items()
+        )
 
     @torch.no_grad()
     def compute_in(self, memory: dict[str, Tensor]) -> None:
-        """Moves weights to this memory, name -> [n] in the compute dtype, where they stay from now on.
+        """Move weights to this memory, name -> [n] in the compute dtype, where they stay from now
+        on.
 
-        Saved buffers stay where they are: nothing changes them, so the engine keeps what the first update brought.
+        Saved buffers stay where they are: nothing changes them, so the engine keeps what the first
+        update brought.
         """
         for name, weight in parameter_names(self.model).items():
             if name not in memory:  # the engine keeps something else of it
@@ -68,32 +80,43 @@ class InPlacePolicy(FsdpPolicy):
             weight.data = place
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copies a state that `state_dict` returned, of this or of a sharded policy of the same model."""
+        """Copy a state that `state_dict` returned, of this or of a sharded policy of the same
+        model.
+        """
         super().load_state_dict(state)
         self._publish()
 
-    def _step(self, gradients: list[Tensor], norm: float, rate: float, sums: dict[str, float]) -> UpdateStats:
+    def _step(
+        self, gradients: list[Tensor], norm: float, rate: float, sums: dict[str, float]
+    ) -> UpdateStats:
         stats = super()._step(gradients, norm, rate, sums)
         self._publish()
         return stats
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Casts the masters into the weights that the model and an engine read: this is the weight sync."""
+        """Cast the masters into the weights that the model and an engine read: this is the weight
+        sync.
+        """
         if pairs := self._copies():
             weights, masters = map(list, zip(*pairs, strict=True))
             torch._foreach_copy_(weights, masters)
 
     def _copies(self) -> list[tuple[Tensor, Tensor]]:
-        """The pairs of weights and masters that are separate tensors."""
-        return [(weight, self.masters[n]) for n, weight in super().trained().items() if weight is not self.masters[n]]
+        """Return the pairs of weights and masters that are separate tensors."""
+        return [
+            (weight, self.masters[n])
+            for n, weight in super().trained().items()
+            if weight is not self.masters[n]
+        ]
 
     def _weights(self) -> Iterator[Tensor]:
         return (master for _, master in self._copies())
 
 
 def _accumulate(master: Tensor, weight: Tensor) -> None:
-    """Adds a weight's gradient to its master's, in float32 and where the master is, and frees it."""
+    """Add a weight's gradient to its master's, in float32 and where the master is, and free it."""
     assert weight.grad is not None
-    gradient, weight.grad = weight.grad.to(master.device).to(master.dtype), None  # rounded values are fewer bytes
+    # Rounded values are fewer bytes
+    gradient, weight.grad = weight.grad.to(master.device).to(master.dtype), None
     master.grad = gradient if master.grad is None else master.grad.add_(gradient)

@@ -1,7 +1,8 @@
-"""The built-in rewards, which a recipe names without an import string. All except reasoning_gym return 1.0 or 0.0.
+"""The built-in rewards, which a recipe names without an import string. All except reasoning_gym
+return 1.0 or 0.0.
 
-They are ordinary reward functions: they take the completion first, and by keyword the values that they ask for.
-EXTRACTORS has the functions that extract an answer's vote for majority votes.
+They are ordinary reward functions: they take the completion first, and by keyword the values that
+they ask for. EXTRACTORS has the functions that extract an answer's vote for majority votes.
 """
 
 import math
@@ -19,8 +20,8 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 def exact_match(completion: str, *, answer: Any) -> float:
     """Return 1.0 if the completion equals the answer, ignoring white space around either.
 
-    42.0 may also be written 42, as a column of floats may hold whole numbers; true and false in any case. If the answer
-    is a list, one of its items is enough.
+    42.0 may also be written 42, as a column of floats may hold whole numbers; true and false in any
+    case. If the answer is a list, one of its items is enough.
     """
     text = completion.strip()
     for accepted in accepted_answers(answer):
@@ -32,10 +33,11 @@ def exact_match(completion: str, *, answer: Any) -> float:
 
 
 def numeric_match(completion: str, *, answer: Any, tolerance: float = 1e-6) -> float:
-    """Return 1.0 if the last numbers in the completion and in the answer are equal, up to a relative tolerance.
+    """Return 1.0 if the last numbers in the completion and in the answer are equal, up to a
+    relative tolerance.
 
-    Numbers may have thousands separators. The answer may be GSM8K's, with text that ends in `#### 72`. If it
-    is a list, one of its numbers is enough.
+    Numbers may have thousands separators. The answer may be GSM8K's, with text that ends in `####
+    72`. If it is a list, one of its numbers is enough.
     """
     numbers = [_last_number(str(accepted)) for accepted in accepted_answers(answer)]
     expected = [number for number in numbers if number is not None]
@@ -48,16 +50,21 @@ def numeric_match(completion: str, *, answer: Any, tolerance: float = 1e-6) -> f
 
 
 def math_verify(completion: str, *, answer: Any) -> float:
-    """Return 1.0 if the math-verify library finds the completion's final expression equal to the answer.
+    """Return 1.0 if the math-verify library finds the completion's final expression equal to the
+    answer.
 
-    Expressions may be boxed, LaTeX or plain. A completion that is the answer's text, or the same letter of a
-    choice such as (B), is right, too. If the answer is a list, one of its items is enough. The library's own
-    timeouts are off, since they need SIGALRM; the reward pool's deadline kills processes that it cannot interrupt.
+    Expressions may be boxed, LaTeX or plain. A completion that is the answer's text, or the same
+    letter of a choice such as (B), is right, too. If the answer is a list, one of its items is
+    enough. The library's own timeouts are off, since they need SIGALRM; the reward pool's deadline
+    kills processes that it cannot interrupt.
     """
     from math_verify import parse, verify  # sympy takes a third of a second to import
 
     texts = [str(accepted).strip() for accepted in accepted_answers(answer)]
-    parsed = [parse(text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=None) for text in texts]
+    parsed = [
+        parse(text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=None)
+        for text in texts
+    ]
     golds = [gold for gold in parsed if gold]
     if not golds:
         raise ValueError(f"the answer {quoted(answer)} is not a mathematical expression")
@@ -68,17 +75,20 @@ def math_verify(completion: str, *, answer: Any) -> float:
 
 
 def reasoning_gym(completion: str, *, row: dict[str, Any]) -> float:
-    """Returns the score, 0 to 1, by the reasoning-gym dataset that the row is from (data.path: reasoning_gym:NAME)."""
+    """Return the score, 0 to 1, by the reasoning-gym dataset that the row is from (data.path:
+    reasoning_gym:NAME).
+    """
     from generation.rollouts.environments.reasoning_gym import score
 
     return score(completion, row)
 
 
 class FormatRegex:
-    """Return 1.0 if the entire completion matches `pattern`, in which a dot also matches line breaks.
+    """Return 1.0 if the entire completion matches `pattern`, in which a dot also matches line
+    breaks.
 
-    The completion may also match together with the tag that the chat template has opened before it. Both count, since a
-    pattern may have been written for either.
+    The completion may also match together with the tag that the chat template has opened before it.
+    Both count, since a pattern may have been written for either.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -103,7 +113,9 @@ BUILTINS = {
 
 
 def _expression(completion: str) -> str | None:
-    """Returns the completion's final expression as sympy writes it: x + 1 equals 1 + x, but 1/2 differs from 0.5."""
+    """Return the completion's final expression as sympy writes it: x + 1 equals 1 + x, but 1/2
+    differs from 0.5.
+    """
     from math_verify import parse
 
     expressions = parse(completion, parsing_timeout=None)
@@ -121,9 +133,13 @@ def accepted_answers(answer: Any) -> list[Any]:
         raise ValueError("the row has no answer (data.answer_key names its column)")
     for item in accepted:
         if isinstance(item, dict):
-            raise ValueError(f"the answer {quoted(item)} has fields: set data.answer_key to one, as column.field")
+            raise ValueError(
+                f"the answer {quoted(item)} has fields: set data.answer_key to one, as column.field"
+            )
         if isinstance(item, list | tuple):
-            raise ValueError(f"the answer {quoted(answer)} is a list of lists: make it a list of accepted answers")
+            raise ValueError(
+                f"the answer {quoted(answer)} is a list of lists: make it a list of accepted answers"
+            )
     return accepted
 
 
@@ -140,7 +156,9 @@ def _missing(item: Any) -> bool:
 
 
 def _letter(text: str) -> str:
-    """Return the letter of a choice, such as B of "(B)" or "B."; a text of another kind as it is, stripped."""
+    """Return the letter of a choice, such as B of "(B)" or "B."; a text of another kind as it is,
+    stripped.
+    """
     choice = _CHOICE.fullmatch(text.strip())
     return choice[1] if choice else text.strip()
 
@@ -155,4 +173,6 @@ EXTRACTORS: dict[str, Callable[[str], Any]] = {
     "numeric_match": _last_number,
     "math_verify": _expression,
 }
-"""Functions that return the part of a completion that a reward compares with the answer, or None."""
+"""Functions that return the part of a completion that a reward compares with the answer, or
+None.
+"""

@@ -1,4 +1,6 @@
-"""Loads the reward functions that a recipe names and checks their signatures, without torch, as workers do it too."""
+"""Load the reward functions that a recipe names and check their signatures, without torch, as
+workers do it too.
+"""
 
 import asyncio
 import difflib
@@ -13,7 +15,9 @@ from trainer.errors import Interrupted, UserError, quoted
 from trainer.rewards.functions import BUILTINS, EXTRACTORS
 
 OFFERED = ("prompt", "row", "answer", "finish_reason", "trajectory", "images", "opened")
-"""The values that every reward function may ask for by keyword, besides the completion and its own settings."""
+"""The values that every reward function may ask for by keyword, besides the completion and its own
+settings.
+"""
 
 TAKEN = ("mean", "std", "errors", "abstained")
 """Names of the run's own metrics below reward/, which a reward function may not have."""
@@ -33,19 +37,23 @@ class BoundReward:
     function: Callable[..., Any]
     keywords: frozenset[str]
     kwargs: dict[str, Any]
-    # returns a completion's vote for majority votes, or None: by default the text; otherwise a built-in function's
-    # extractor, or the attribute `extract` of the user's function or class
+    # returns a completion's vote for majority votes, or None: by default the text; otherwise a
+    # built-in function's extractor, or the attribute `extract` of the user's function or class
     extract: Callable[[str], Any] = str.strip
 
     @property
     def takes_answer(self) -> bool:
-        """True if the function takes `answer`; with TRL's signature, only if it has a parameter of that name."""
+        """True if the function takes `answer`; with TRL's signature, only if it has a parameter of
+        that name.
+        """
         if isinstance(self.function, TrlReward):
             return "answer" in inspect.signature(self.function.function).parameters
         return "answer" in self.keywords
 
     def __call__(self, completion: str, offered: dict[str, Any]) -> Any:
-        """Call the function; None: it abstains. `offered` holds a value for each name in OFFERED."""
+        """Call the function; None: it abstains. `offered` holds a value for each name in
+        OFFERED.
+        """
         arguments = {key: offered[key] for key in self.keywords}
         if "images" in arguments:
             arguments["images"] = [image.open() for image in arguments["images"]]
@@ -59,13 +67,17 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 @dataclass(frozen=True)
 class TrlReward:
-    """An adapter for a reward function with TRL's signature, `f(prompts, completions, **columns) -> list[float]`.
+    """An adapter for a reward function with TRL's signature, `f(prompts, completions, **columns) ->
+    list[float]`.
 
-    It passes one answer at a time, with the prompt as it stands in the data. If that is a list of messages, the
-    completion is a list of one message. `names` are the function's parameters; None: it takes any.
+    It passes one answer at a time, with the prompt as it stands in the data. If that is a list of
+    messages, the completion is a list of one message. `names` are the function's parameters; None:
+    it takes any.
 
-    TRL's own format functions are asked twice where the chat template has opened a tag, such as <think>, before the
-    completion: without it and with it, since they want to see the tag (https://github.com/huggingface/trl/issues/6966).
+    TRL's own format functions are asked twice where the chat template has opened a tag, such as
+    <think>, before the
+    completion: without it and with it, since they want to see the tag
+    (https://github.com/huggingface/trl/issues/6966).
     """
 
     function: Callable[..., Any]
@@ -84,7 +96,13 @@ class TrlReward:
         return module.startswith("trl.") and "format" in getattr(self.function, "__name__", "")
 
     def _reward(
-        self, completion: str, *, prompt: str, row: dict[str, Any], trajectory: Trajectory | None = None, **kwargs: Any
+        self,
+        completion: str,
+        *,
+        prompt: str,
+        row: dict[str, Any],
+        trajectory: Trajectory | None = None,
+        **kwargs: Any,
     ) -> Any:
         asked = next((row[key] for key in ("prompt", "messages") if row.get(key)), prompt)
         answer = completion if isinstance(asked, str) else [{"role": "assistant", "content": completion}]
@@ -103,16 +121,19 @@ class TrlReward:
 
 
 def bind_rewards(functions: Iterable[tuple[str, dict[str, Any]]]) -> list[BoundReward]:
-    """Loads the functions with these (name, kwargs) and checks that they can be called.
+    """Load the functions with these (name, kwargs) and check that they can be called.
 
-    A class is constructed with its kwargs, once in each process, and the object is called without them. A label is the
-    function's name, with a number if it is taken. Raises UserError naming the function.
+    A class is constructed with its kwargs, once in each process, and the object is called without
+    them. A label is the function's name, with a number if it is taken. Raises UserError naming the
+    function.
     """
     bound: dict[str, BoundReward] = {}
     for name, kwargs in functions:
         label = short = name.rpartition(":")[2]
         if short in TAKEN:
-            raise UserError(f"reward {name!r} would replace the run's own figure reward/{short}: rename the function")
+            raise UserError(
+                f"reward {name!r} would replace the run's own figure reward/{short}: rename the function"
+            )
         number = 1
         while label in bound:
             number += 1
@@ -131,7 +152,9 @@ def _bind(name: str, label: str, kwargs: dict[str, Any]) -> BoundReward:
     elif function is None:
         close = difflib.get_close_matches(name, BUILTINS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}?" if close else f"the built-in ones are {', '.join(BUILTINS)}."
-        raise UserError(f"reward {name!r} is unknown: {hint} Write your own as pkg.mod:Name or path/file.py:Name")
+        raise UserError(
+            f"reward {name!r} is unknown: {hint} Write your own as pkg.mod:Name or path/file.py:Name"
+        )
     if inspect.isclass(function):
         try:
             function, kwargs = function(**kwargs), {}
@@ -139,7 +162,9 @@ def _bind(name: str, label: str, kwargs: dict[str, Any]) -> BoundReward:
             raise
         except BaseException as error:  # the user's constructor may raise anything
             reason = f"{type(error).__name__}: {error}"
-            raise UserError(f"reward {name!r} cannot be set up with kwargs {quoted(kwargs)}: {reason}") from error
+            raise UserError(
+                f"reward {name!r} cannot be set up with kwargs {quoted(kwargs)}: {reason}"
+            ) from error
     if not callable(function):
         raise UserError(f"reward {name!r} is {type(function).__name__}, not a function")
     extract = EXTRACTORS.get(name, getattr(function, "extract", str.strip))
@@ -154,14 +179,19 @@ def _bind(name: str, label: str, kwargs: dict[str, Any]) -> BoundReward:
 
 
 def _bind_trl(
-    name: str, function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], kwargs: dict[str, Any]
+    name: str,
+    function: Callable[..., Any],
+    parameters: Mapping[str, inspect.Parameter],
+    kwargs: dict[str, Any],
 ) -> tuple[TrlReward, frozenset[str]]:
-    """Wraps a function with TRL's signature, and returns it with the keys of OFFERED to pass to it."""
+    """Wrap a function with TRL's signature, and return it with the keys of OFFERED to pass to
+    it.
+    """
     for absent in _TRL_ONLY & parameters.keys():
         if parameters[absent].default is inspect.Parameter.empty:
             raise UserError(
-                f"reward {name!r} asks for TRL's {absent!r}, which rewards do not get here: give the environment a "
-                "method get_reward() instead"
+                f"reward {name!r} asks for TRL's {absent!r}, which rewards do not get here: give the "
+                "environment a method get_reward() instead"
             )
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not takes_any and (unknown := kwargs.keys() - parameters.keys()):
@@ -176,13 +206,17 @@ def _bind_trl(
 
 
 def _keywords(name: str, parameters: list[inspect.Parameter], kwargs: dict[str, Any]) -> frozenset[str]:
-    """Returns the keys of OFFERED to pass. Raises UserError if the function does not take these and kwargs."""
+    """Return the keys of OFFERED to pass. Raises UserError if the function does not take these and
+    kwargs.
+    """
     if parameters and parameters[0].kind in _POSITIONAL:
         parameters = parameters[1:]
     elif not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
         raise UserError(f"reward {name!r} must take the completion as its first argument")
     if clash := set(kwargs) & set(OFFERED):
-        raise UserError(f"reward {name!r}: kwargs may not set {min(clash)!r}, which every reward can ask for")
+        raise UserError(
+            f"reward {name!r}: kwargs may not set {min(clash)!r}, which every reward can ask for"
+        )
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     named = {parameter.name for parameter in parameters if parameter.kind in _NAMED}
     if not takes_any and (unknown := set(kwargs) - named):
@@ -191,7 +225,7 @@ def _keywords(name: str, parameters: list[inspect.Parameter], kwargs: dict[str, 
         required = parameter.default is parameter.empty and parameter.kind in (*_NAMED, *_POSITIONAL)
         if required and (parameter.name not in {*OFFERED, *kwargs} or parameter.kind not in _NAMED):
             raise UserError(
-                f"reward {name!r} asks for {parameter.name!r}, but rewards get the completion and, by keyword, "
-                f"{', '.join(OFFERED)} and their kwargs"
+                f"reward {name!r} asks for {parameter.name!r}, but rewards get the completion and, by "
+                f"keyword, {', '.join(OFFERED)} and their kwargs"
             )
     return frozenset(OFFERED) if takes_any else frozenset(OFFERED) & named

@@ -1,19 +1,21 @@
-"""Runs reward functions in processes of their own, where they may raise, hang or die.
+"""Run reward functions in processes of their own, where they may raise, hang or die.
 
-Each call has a deadline, after which its process is killed and replaced, so an endless loop in C code or a lost socket
-costs one answer's reward and nothing else. Threads would not do, since they cannot be stopped. If a process is killed
-from outside, for example by the kernel when memory is short, its call is made once more, so that rewards do not depend
-on such events.
+Each call has a deadline, after which its process is killed and replaced, so an endless loop in C
+code or a lost socket costs one answer's reward and nothing else. Threads would not do, since they
+cannot be stopped. If a process is killed from outside, for example by the kernel when memory is
+short, its call is made once more, so that rewards do not depend on such events.
 
-Each process has a socket of its own and no thread: the caller waits for the answer on the event loop. The end of a
-socket reports the death of its process at once. (Pools that share one queue between processes have to guess whose work
-was lost; pebble 5.2.3 loses an answer when an idle worker has died.)
+Each process has a socket of its own and no thread: the caller waits for the answer on the event
+loop. The end of a socket reports the death of its process at once. (Pools that share one queue
+between processes have to guess whose work was lost; pebble 5.2.3 loses an answer when an idle
+worker has died.)
 
     rank ── watcher ── worker ── processes that a reward function starts
 
-A packet counts only if the kernel names the worker as its sender and if it answers the last question, so a process that
-a function has forked cannot answer. The watcher runs no user code. It adopts all processes below it that lose their
-parent, and kills them when the worker, the rank or the thread that started the worker is gone.
+A packet counts only if the kernel names the worker as its sender and if it answers the last
+question, so a process that a function has forked cannot answer. The watcher runs no user code. It
+adopts all processes below it that lose their parent, and kills them when the worker, the rank or
+the thread that started the worker is gone.
 """
 
 import asyncio
@@ -43,12 +45,14 @@ from trainer.config.schema import DataConfig, RewardConfig
 from trainer.rewards.loading import BoundReward, bind_rewards
 
 _START_SECONDS = 120.0
-_END_SECONDS = 5.0  # time for a watcher to end all processes below it, some of which may be stuck in the kernel
+# Time for a watcher to end all processes below it, some of which may be stuck in the kernel
+_END_SECONDS = 5.0
 _LONGEST_ERROR = 300  # characters
 _LONGEST_REPLY = 128 * 1024  # bytes; a longer packet is truncated and ignored
 _PIECE = 32 * 1024  # bytes of a question in one packet
 _HEADER = struct.Struct("<QQ")  # a question's number and its size in bytes
-_CREDENTIALS = struct.Struct("3i")  # process, user and group of a packet's sender, as the kernel reports them
+# process, user and group of a packet's sender, as the kernel reports them
+_CREDENTIALS = struct.Struct("3i")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 Specs = list[tuple[str, dict[str, Any]]]
 
@@ -64,21 +68,25 @@ class RewardResult:
     reward: float  # the weighted sum; `reward.error_reward` if a function failed
     parts: dict[str, float]  # the value of each function that has neither failed nor abstained
     error: str = ""  # a sentence about the failure, if there was one
-    unusable: bool = False  # True if there is no reward to learn from, so that the answer leaves its group
-    failures: dict[str, str] = field(default_factory=dict)  # failed functions: timeout, raised, died or unusable
-    abstained: bool = False  # True if all functions returned None, so that none of them has judged the answer
+    # True if there is no reward to learn from, so that the answer leaves its group
+    unusable: bool = False
+    # Failed functions: timeout, raised, died or unusable
+    failures: dict[str, str] = field(default_factory=dict)
+    # True if all functions returned None, so that none of them has judged the answer
+    abstained: bool = False
 
 
 class RewardPool:
-    """Scores answers with the recipe's reward functions; a context manager that starts and ends the workers.
+    """Scores answers with the recipe's reward functions; a context manager that starts and ends the
+    workers.
 
-    The constructor loads and checks the functions, so that a wrong name is an error before a model loads. All answers
-    are scored on one event loop. Enter the pool on a thread that outlives it, since workers die with the thread that
-    started them.
+    The constructor loads and checks the functions, so that a wrong name is an error before a model
+    loads. All answers are scored on one event loop. Enter the pool on a thread that outlives it,
+    since workers die with the thread that started them.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        """Loads and checks the functions. Raises UserError naming a function that cannot be used."""
+        """Load and check the functions. Raises UserError naming a function that cannot be used."""
         self._config = config
         self._specs = [(function.name, function.kwargs) for function in config.functions]
         bound = bind_rewards(self._specs)
@@ -87,25 +95,31 @@ class RewardPool:
         self._text_votes = not bound or bound[0].extract is str.strip
         self._asked_for = frozenset[str]().union(*(reward.keywords for reward in bound))
         self._takes_answer = any(reward.takes_answer for reward in bound)
-        self.weights = dict(zip(self.labels, (function.weight for function in config.functions), strict=True))
+        self.weights = dict(
+            zip(self.labels, (function.weight for function in config.functions), strict=True)
+        )
         self._counts: Counter[str] = Counter()
         self._first_errors: dict[str, str] = {}
         self._workers: list[_Worker] = []
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
 
     def columns(self, data: DataConfig) -> DataConfig:
-        """Returns the section, with `answer_key` set to null if it has its default and no function takes `answer`."""
+        """Return the section, with `answer_key` set to null if it has its default and no function
+        takes `answer`.
+        """
         default = data.answer_key == DataConfig.model_fields["answer_key"].default
-        return data.model_copy(update={"answer_key": None}) if default and not self._takes_answer else data
+        return (
+            data.model_copy(update={"answer_key": None}) if default and not self._takes_answer else data
+        )
 
     def __enter__(self) -> "RewardPool":
-        """Starts the workers, which import the functions in the background."""
+        """Start the workers, which import the functions in the background."""
         for _ in range(self._config.workers):
             self._add_worker()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kills the workers, even in the middle of a call."""
+        """Kill the workers, even in the middle of a call."""
         while self._workers:
             self._workers.pop().kill()
 
@@ -119,17 +133,28 @@ class RewardPool:
         trajectory: Trajectory | None = None,
         opened: str = "",
     ) -> RewardResult:
-        """Scores one answer. It never raises because of a reward function: a failure is in the result and is counted.
+        """Score one answer. It never raises because of a reward function: a failure is in the
+        result and is counted.
 
-        `row` is the dataset's row; functions get `row["answer"]` as `answer`. `opened` is the tag that the chat
-        template has opened before the completion. The trajectory, with its turns and tool replies, is sent to a
-        process only if a function asks for it; so are the images, which become Pillow images.
+        `row` is the dataset's row; functions get `row["answer"]` as `answer`. `opened` is the tag
+        that the chat template has opened before the completion. The trajectory, with its turns and
+        tool replies, is sent to a process only if a function asks for it; so are the images, which
+        become Pillow images.
         """
-        offered = {"prompt": prompt, "row": row, "answer": row.get("answer"), "finish_reason": finish_reason}
+        offered = {
+            "prompt": prompt,
+            "row": row,
+            "answer": row.get("answer"),
+            "finish_reason": finish_reason,
+        }
         offered["opened"] = opened
         offered["trajectory"] = trajectory if "trajectory" in self._asked_for else None
-        offered["images"] = trajectory.images if trajectory is not None and "images" in self._asked_for else ()
-        replies = await asyncio.gather(*(self._call(index, completion, offered) for index in range(len(self.labels))))
+        offered["images"] = (
+            trajectory.images if trajectory is not None and "images" in self._asked_for else ()
+        )
+        replies = await asyncio.gather(
+            *(self._call(index, completion, offered) for index in range(len(self.labels)))
+        )
         outcomes = dict(zip(self.labels, replies, strict=True))
         errors = {label: reply.error for label, reply in outcomes.items() if reply.error}
         self._count(errors)
@@ -149,7 +174,8 @@ class RewardPool:
             return RewardResult(self._config.error_reward, parts, str(error), unusable=True)
 
     async def extract(self, completion: str) -> str | None:
-        """Returns a completion's vote, by the first function's extractor; None if it finds none or fails.
+        """Return a completion's vote, by the first function's extractor; None if it finds none or
+        fails.
 
         By default that is the text without white space around it, for which no process is called.
         """
@@ -161,14 +187,16 @@ class RewardPool:
         return None if reply.error else reply.value
 
     def take_counts(self) -> dict[str, float]:
-        """Returns and resets the counts of calls and errors. All ranks have the same keys, so counts can be summed."""
+        """Return and reset the counts of calls and errors. All ranks have the same keys, so counts
+        can be summed.
+        """
         keys = ["reward/calls", *(f"reward/errors/{label}" for label in self.labels)]
         counts = {key: float(self._counts[key]) for key in keys}
         self._counts.clear()
         return counts
 
     def check_error_rate(self, counts: dict[str, float]) -> None:
-        """Raises RewardError if a function failed in more than `max_error_rate` of its calls.
+        """Raise RewardError if a function failed in more than `max_error_rate` of its calls.
 
         `counts` are the counts of `take_counts`, summed over ranks.
         """
@@ -176,7 +204,8 @@ class RewardPool:
             calls, errors = counts["reward/calls"], counts[f"reward/errors/{label}"]
             if errors > self._config.max_error_rate * calls:
                 raise RewardError(
-                    f"reward {label!r} failed in {errors:.0f} of {calls:.0f} calls ({errors / calls:.0%}), more than "
+                    f"reward {label!r} failed in {errors:.0f} of {calls:.0f} calls "
+                    f"({errors / calls:.0%}), more than "
                     f"reward.max_error_rate={self._config.max_error_rate:g} allows; first error: it "
                     f"{self._first_errors.get(label, 'failed on another rank')}"
                 )
@@ -188,7 +217,9 @@ class RewardPool:
             self._first_errors.setdefault(label, error)
 
     async def _call(self, index: int, completion: str, offered: dict[str, Any] | None) -> "_Reply":
-        """Calls one function, or its extractor; if the process ends before it answers, calls once more in a new one."""
+        """Call one function, or its extractor; if the process ends before it answers, call once
+        more in a new one.
+        """
         for again in (False, True):
             worker = await self._next_worker()
             reply = None
@@ -196,7 +227,9 @@ class RewardPool:
                 reply = await worker.ask(index, completion, offered, self._config.timeout_s)
                 return reply
             except TimeoutError:
-                return _Reply(error=f"took longer than reward.timeout_s={self._config.timeout_s:g}", kind="timeout")
+                return _Reply(
+                    error=f"took longer than reward.timeout_s={self._config.timeout_s:g}", kind="timeout"
+                )
             except _StartError as error:
                 return _Reply(error=str(error), kind="died")
             except (EOFError, OSError):
@@ -215,7 +248,7 @@ class RewardPool:
         raise AssertionError("the second call has an outcome")
 
     async def _next_worker(self) -> "_Worker":
-        """Waits for a worker that is idle and alive, and returns it."""
+        """Wait for a worker that is idle and alive, and return it."""
         while self._workers:
             worker = await self._idle.get()
             if not worker.dead():
@@ -238,7 +271,9 @@ class _Reply(NamedTuple):
     """The outcome of a call, sent as JSON and not pickled, since user code runs in the worker."""
 
     number: int = 0  # number of the question; 0 for the start
-    value: Any = None  # a number for a call, a text for an extraction; None: the function abstains, or extracts nothing
+    # A number for a call, a text for an extraction; None: the function abstains, or extracts
+    # nothing
+    value: Any = None
     error: str = ""  # a sentence that says why there is no value; otherwise empty
     kind: Literal["", "timeout", "raised", "died", "unusable"] = ""  # kind of the error
 
@@ -248,22 +283,29 @@ class _StartError(Exception):
 
 
 class _Worker:
-    """A process with the loaded reward functions, for one caller at a time; it dies with the thread that started it."""
+    """A process with the loaded reward functions, for one caller at a time; it dies with the thread
+    that started it.
+    """
 
     def __init__(self, specs: Specs) -> None:
-        context = multiprocessing.get_context("spawn")  # a process with CUDA and threads cannot safely be forked
+        # A process with CUDA and threads cannot safely be forked
+        context = multiprocessing.get_context("spawn")
         # Packets arrive whole or not at all, so the reader never waits for the rest of a message.
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.setblocking(False)
-        self._process = context.Process(target=_serve, args=(theirs, specs, os.getpid()), daemon=True, name="reward")
+        self._process = context.Process(
+            target=_serve, args=(theirs, specs, os.getpid()), daemon=True, name="reward"
+        )
         self._process.start()
         theirs.close()
         self._pid: int | None = None  # process number of the worker, which is the watcher's child
         self._ready = False
 
     def dead(self) -> bool:
-        """Returns True if an idle worker has ended, or if a process below it has sent an unexpected packet."""
+        """Return True if an idle worker has ended, or if a process below it has sent an unexpected
+        packet.
+        """
         if not self._ready:
             return False
         with suppress(ConnectionError):
@@ -273,11 +315,14 @@ class _Worker:
                 return False
         return True
 
-    async def ask(self, index: int, completion: str, offered: dict[str, Any] | None, seconds: float) -> _Reply:
-        """Calls function `index`, or its extractor if `offered` is None. The deadline begins when functions are loaded.
+    async def ask(
+        self, index: int, completion: str, offered: dict[str, Any] | None, seconds: float
+    ) -> _Reply:
+        """Call function `index`, or its extractor if `offered` is None. The deadline begins when
+        functions are loaded.
 
-        Raises TimeoutError past the deadline, EOFError if the process ends, and _StartError if it cannot load the
-        functions. After any of these the worker cannot be used again.
+        Raises TimeoutError past the deadline, EOFError if the process ends, and _StartError if it
+        cannot load the functions. After any of these the worker cannot be used again.
         """
         if not self._ready:
             try:
@@ -288,7 +333,8 @@ class _Worker:
             if started.error:
                 raise _StartError(f"could not be loaded by its process: {started.error}")
             self._ready = True
-        loop, number = asyncio.get_running_loop(), 1 + secrets.randbits(62)  # other processes must not guess it
+        # Other processes must not guess it
+        loop, number = asyncio.get_running_loop(), 1 + secrets.randbits(62)
         question = pickle.dumps((index, completion, offered))
         pieces = (question[start : start + _PIECE] for start in range(0, len(question), _PIECE))
         async with asyncio.timeout(seconds):
@@ -297,7 +343,7 @@ class _Worker:
             return await self._receive(number, str | None if offered is None else float | None)
 
     def kill(self) -> int | None:
-        """Kills the process and all processes below it, and returns the exit code."""
+        """Kill the process and all processes below it, and return the exit code."""
         if self._socket.fileno() >= 0:
             self._socket.close()
             self._process.terminate()  # a request to the watcher to end all processes below it
@@ -312,7 +358,9 @@ class _Worker:
         return 128 - code if code is not None and code > 128 else code
 
     async def _receive(self, number: int, kind: Any) -> _Reply:
-        """Waits for the worker's answer to this question, an error or a value of this kind; drops all other packets."""
+        """Wait for the worker's answer to this question, an error or a value of this kind; drops
+        all other packets.
+        """
         loop = asyncio.get_running_loop()
         while True:
             readable = asyncio.Event()
@@ -321,14 +369,18 @@ class _Worker:
                 await readable.wait()
             finally:
                 loop.remove_reader(self._socket.fileno())
-            packet, notes, _, _ = self._socket.recvmsg(_LONGEST_REPLY, socket.CMSG_SPACE(_CREDENTIALS.size))
+            packet, notes, _, _ = self._socket.recvmsg(
+                _LONGEST_REPLY, socket.CMSG_SPACE(_CREDENTIALS.size)
+            )
             if not packet:
                 raise EOFError
             sender = _CREDENTIALS.unpack(notes[0][2])[0]
             self._pid = self._pid or sender  # the first packet is sent before any user code is loaded
             with suppress(msgspec.DecodeError):
                 reply = msgspec.json.decode(packet, type=_Reply)
-                if (sender, reply.number) == (self._pid, number) and (reply.error or isinstance(reply.value, kind)):
+                if (sender, reply.number) == (self._pid, number) and (
+                    reply.error or isinstance(reply.value, kind)
+                ):
                     return reply
 
 
@@ -336,7 +388,9 @@ class _Worker:
 
 
 def _serve(connection: socket.socket, specs: Specs, parent: int) -> None:
-    """Becomes the watcher, whose child, the worker, loads the functions and answers until the trainer is gone."""
+    """Become the watcher, whose child, the worker, load the functions and answer until the trainer
+    is gone.
+    """
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -347,7 +401,8 @@ def _serve(connection: socket.socket, specs: Specs, parent: int) -> None:
     devnull = os.open(os.devnull, os.O_RDWR)
     for descriptor in (1, 2):
         os.dup2(devnull, descriptor)
-    tracker: Any = resource_tracker._resource_tracker  # belongs to the trainer; user code gets another one
+    # Belongs to the trainer; user code gets another one
+    tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:
         os.close(tracker._fd)
         tracker._fd = None
@@ -364,7 +419,9 @@ def _serve(connection: socket.socket, specs: Specs, parent: int) -> None:
 
 
 def _watch(worker: int, parent: int) -> NoReturn:
-    """Waits until the worker or the trainer ends or asks for it, kills all processes below, exits as the worker did."""
+    """Wait until the worker or the trainer ends or ask for it, kill all processes below, exit as
+    the worker did.
+    """
     status, end = None, math.inf
     while time.monotonic() < end:
         came = signal.sigtimedwait((signal.SIGCHLD, signal.SIGTERM), 1.0 if end == math.inf else 0.02)
@@ -385,11 +442,12 @@ def _watch(worker: int, parent: int) -> NoReturn:
 
 
 def _answer(connection: socket.socket, specs: Specs) -> None:
-    """Loads the functions, reports that, and answers questions until the trainer is gone."""
+    """Load the functions, report that, and answer questions until the trainer is gone."""
     worker = os.getpid()
 
     def send(reply: _Reply) -> None:
-        if os.getpid() != worker:  # user code has forked this process, which has returned from the function
+        if os.getpid() != worker:
+            # user code has forked this process, which has returned from the function
             os._exit(0)
         packet = msgspec.json.encode(reply._replace(error=_valid(reply.error)[: 2 * _LONGEST_ERROR]))
         if len(packet) > _LONGEST_REPLY:
@@ -411,12 +469,15 @@ def _answer(connection: socket.socket, specs: Specs) -> None:
             if not (piece := connection.recv(_PIECE)):
                 return
             question += piece
-        index, completion, offered = pickle.loads(question)  # only the trainer has the other end of the socket
+        # Only the trainer has the other end of the socket
+        index, completion, offered = pickle.loads(question)
         send(_reply(rewards[index], completion, offered)._replace(number=number))
 
 
 def _reply(reward: BoundReward, completion: str, offered: dict[str, Any] | None) -> _Reply:
-    """Calls one function, or its extractor if `offered` is None; returns its value or a sentence about its error."""
+    """Call one function, or its extractor if `offered` is None; return its value or a sentence
+    about its error.
+    """
     try:
         if offered is None:
             extracted = reward.extract(completion)
@@ -435,7 +496,7 @@ def _reply(reward: BoundReward, completion: str, offered: dict[str, Any] | None)
 
 
 def _valid(text: str) -> str:
-    """Returns the text with lone surrogates replaced, since they cannot be encoded."""
+    """Return the text with lone surrogates replaced, since they cannot be encoded."""
     return text.encode(errors="replace").decode()
 
 

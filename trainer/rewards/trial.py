@@ -1,4 +1,4 @@
-"""Tries the built-in rewards on what a right answer would look like, before anything is trained.
+"""Try the built-in rewards on what a right answer would look like, before anything is trained.
 
 A reward that can never be 1 goes unnoticed otherwise: training runs, and its figure is 0.
 """
@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config.schema import RewardConfig, RewardFunction
 from trainer.errors import UserError, quoted
-from trainer.rewards.functions import FormatRegex, accepted_answers, exact_match, math_verify, numeric_match, spellings
+from trainer.rewards.functions import (
+    FormatRegex,
+    accepted_answers,
+    exact_match,
+    math_verify,
+    numeric_match,
+    spellings,
+)
 from trainer.rewards.loading import BoundReward, TrlReward
 from trainer.rewards.pool import RewardPool
 
@@ -40,10 +47,11 @@ class Judgement(NamedTuple):
 
 
 def opened_tag(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> str:
-    """Return the tag that the chat template has opened at the end of these ids, before the model's answer begins.
+    """Return the tag that the chat template has opened at the end of these ids, before the model's
+    answer begins.
 
-    It is "<think>\\n", for example, or "<think>\\n\\n</think>\\n\\n" if the template has closed it again, and
-    "" if there is none. A special token is not a tag, since completions do not show it.
+    It is "<think>\\n", for example, or "<think>\\n\\n</think>\\n\\n" if the template has closed it
+    again, and "" if there is none. A special token is not a tag, since completions do not show it.
     """
     end = list(token_ids[-_OPENED_TOKENS:])
     match = _OPENED.search(tokenizer.decode(end, skip_special_tokens=False))
@@ -58,11 +66,13 @@ def judge_answers(
     tokenizer: "PreTrainedTokenizerBase",
     timeout_s: float = 10,
 ) -> Generator[Judgement, None, None]:
-    """Yield for each row, and each built-in function that compares with an answer, whether it can be 1.
+    """Yield for each row, and each built-in function that compares with an answer, whether it can
+    be 1.
 
-    The function judges what a model would write for the answer: 42 for 42.0, each item of a list, all as it reads after
-    the tokenizer. Functions of the user's own are not called. math_verify, which may hang, runs in a process of its own
-    that is killed after `timeout_s` seconds for a text.
+    The function judges what a model would write for the answer: 42 for 42.0, each item of a list,
+    all as it reads after the tokenizer. Functions of the user's own are not called. math_verify,
+    which may hang, runs in a process of its own that is killed after `timeout_s` seconds for a
+    text.
     """
     compare = [reward for reward in functions if reward.function in _COMPARE]
     needs_process = any(reward.function is math_verify for reward in compare)
@@ -74,7 +84,9 @@ def judge_answers(
             if reward.function is not math_verify:
                 return reward.function(text, answer=answer, **reward.kwargs), ""
             assert pool is not None
-            result = runner.run(pool.score(prompt="", completion=text, row={"answer": answer}, finish_reason="stop"))
+            result = runner.run(
+                pool.score(prompt="", completion=text, row={"answer": answer}, finish_reason="stop")
+            )
             return result.reward, result.error
 
         for number, row in rows:
@@ -108,8 +120,12 @@ def _obstacle(
 
 
 def _written(text: str, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return a text as reward functions see it once the model has written it: without special tokens."""
-    return str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=True))
+    """Return a text as reward functions see it once the model has written it: without special
+    tokens.
+    """
+    return str(
+        tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=True)
+    )
 
 
 def check_rewards(
@@ -119,11 +135,12 @@ def check_rewards(
     seed: int,
     timeout_s: float = 10,
 ) -> list[str]:
-    """Return a sentence for each kind of answer, and each format, for which a built-in reward can never be 1.
+    """Return a sentence for each kind of answer, and each format, for which a built-in reward can
+    never be 1.
 
-    Of each dataset, by name, up to 200 rows drawn by the seed are tried. If a function fits some rows only, the
-    run may be meant so, and the sentence is a warning. If it fits none of all rows, it teaches nothing: raises
-    UserError.
+    Of each dataset, by name, up to 200 rows drawn by the seed are tried. If a function fits some
+    rows only, the run may be meant so, and the sentence is a warning. If it fits none of all rows,
+    it teaches nothing: raises UserError.
     """
     lines = []
     for path, prompts in datasets.items():
@@ -133,7 +150,9 @@ def check_rewards(
     first = next(iter(datasets.values()))[0]
     opened = opened_tag(tokenizer, first.token_ids)
     offered = {"prompt": "", "row": first.row, "opened": opened}
-    return lines + [line for reward in rewards.functions for line in _check_format(reward, offered, tokenizer)]
+    return lines + [
+        line for reward in rewards.functions for line in _check_format(reward, offered, tokenizer)
+    ]
 
 
 def _check_answers(
@@ -144,7 +163,9 @@ def _check_answers(
     seed: int,
     timeout_s: float,
 ) -> list[str]:
-    """Return the sentences about one function and one dataset. Raises UserError if it fits no row."""
+    """Return the sentences about one function and one dataset. Raises UserError if it fits no
+    row.
+    """
     in_order = (prompts.take(position, 1, seed)[0] for position in range(len(prompts)))
     rows = ((prompt.id, prompt.row) for prompt in in_order)
     kinds: dict[str, list[Judgement]] = {}
@@ -157,27 +178,30 @@ def _check_answers(
             if judgement.reason:
                 failed += 1
                 kinds.setdefault(type(judgement.answer).__name__, []).append(judgement)
-            # Beyond the sample only a first row that fits is looked for: a function may be for a few rows of many.
+            # Beyond the sample only a first row that fits is looked for: a function may be for a
+            # few rows of many.
             if (tried >= _ROWS and failed < tried) or time.monotonic() > began + _SECONDS:
                 break
     if failed == len(prompts):
         first = next(iter(kinds.values()))[0]
         raise UserError(
-            f"reward {reward.label!r} can never be 1 in {path}, as in row {first.row}: {first.reason}; correct the "
-            "answers, name their column by data.answer_key, or use another function"
+            f"reward {reward.label!r} can never be 1 in {path}, as in row {first.row}: {first.reason}; "
+            "correct the answers, name their column by data.answer_key, or use another function"
         )
     return [
-        f"reward {reward.label!r} can never be 1 on {len(kind)} of {tried} rows of {path} that were tried, as on row "
-        f"{kind[0].row}: {kind[0].reason}"
+        f"reward {reward.label!r} can never be 1 on {len(kind)} of {tried} rows of {path} that were "
+        f"tried, as on row {kind[0].row}: {kind[0].reason}"
         for kind in kinds.values()
     ]
 
 
-def _check_format(reward: BoundReward, offered: dict[str, Any], tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
+def _check_format(
+    reward: BoundReward, offered: dict[str, Any], tokenizer: "PreTrainedTokenizerBase"
+) -> Iterator[str]:
     """Yield a sentence if an answer in the format of a format function's pattern gets less than 1.
 
-    The answer continues where the chat template ends. It is made of the pattern's tags; if that does not match
-    the pattern, the function cannot be tried.
+    The answer continues where the chat template ends. It is made of the pattern's tags; if that
+    does not match the pattern, the function cannot be tried.
     """
     function = reward.function
     if isinstance(function, FormatRegex):
@@ -203,13 +227,15 @@ def _check_format(reward: BoundReward, offered: dict[str, Any], tokenizer: "PreT
         text, written = failures[0]
         template = f", after {opened!r} from the chat template" if opened else ""
         yield (
-            f"reward {reward.label!r} can hardly be 1: it gets a well-formed answer, {quoted(text)}, without special "
-            f"tokens as {quoted(written)}{template}"
+            f"reward {reward.label!r} can hardly be 1: it gets a well-formed answer, {quoted(text)}, "
+            f"without special tokens as {quoted(written)}{template}"
         )
 
 
 def _tagged_texts(tags: Sequence[str]) -> Iterator[str]:
-    """Yield short texts with these tags in order, which differ in white space and in what follows the last tag."""
+    """Yield short texts with these tags in order, which differ in white space and in what follows
+    the last tag.
+    """
     for inner, between, end in product(("1", "\n1\n"), ("\n", "", "\n\n"), ("", "1")):
         text = ""
         for tag in tags:

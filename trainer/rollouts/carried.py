@@ -1,10 +1,10 @@
 """Rollouts in slices, in which a step does not wait for the longest answers and discards none.
 
-An answer grows by `rollout.slice_tokens` at a time. A step begins as many new prompts as the last step was trained on,
-so that the prompts of `rollout.ahead` further steps are always in flight. All engines run slice after slice until
-enough groups are complete. The step trains on the oldest of these; the others continue in the next step, with its
-weights. All ranks know the groups in flight, their engines, and which groups are complete; the tokens are on the leader
-that samples them.
+An answer grows by `rollout.slice_tokens` at a time. A step begins as many new prompts as the last
+step was trained on, so that the prompts of `rollout.ahead` further steps are always in flight. All
+engines run slice after slice until enough groups are complete. The step trains on the oldest of
+these; the others continue in the next step, with its weights. All ranks know the groups in flight,
+their engines, and which groups are complete; the tokens are on the leader that samples them.
 """
 
 from collections.abc import Coroutine
@@ -26,7 +26,9 @@ from trainer.rollouts.pool import Pool, Terms, starting_order
 from trainer.rollouts.round import Round, read_groups, sampled_round
 
 _STOP_SECONDS = 15.0
-_MEASURED = 4  # answers of an engine on which the gap is measured in a step that trains none of the present version
+# Answers of an engine on which the gap is measured in a step that trains none of the present
+# version
+_MEASURED = 4
 
 
 @dataclass
@@ -40,24 +42,32 @@ class _Flight:
 
 
 class CarriedPool:
-    """The groups in flight on all engines, which may finish in a later step than the one they began in."""
+    """The groups in flight on all engines, which may finish in a later step than the one they began
+    in.
+    """
 
     def __init__(self, config: TrainConfig, pool: Pool, start: Path | None = None) -> None:
-        """`pool` has the engines and the prompts; `start` is the checkpoint that the run resumes from."""
+        """Return `pool` has the engines and the prompts; `start` is the checkpoint that the run
+        resumes from.
+        """
         assert pool.prompts is not None
         self._config = config
         self._engines = pool
         self._prompts = pool.prompts
-        self._flights: dict[int, _Flight] = {}  # by the prompt's place in the sequence that training sees
+        # By the prompt's place in the sequence that training sees
+        self._flights: dict[int, _Flight] = {}
         self._episodes: CarriedEpisodes | None = None
         self._step = 0
         self.version = 0
         self._preemptions = 0
         self._figures: dict[str, float] = {}
-        self._steps_old: list[int] = []  # for each group taken in this step, the number of steps since it began
-        self._tokens: list[tuple[int, int]] = []  # for each answer of this step, tokens of earlier versions, and all
+        # For each group taken in this step, the number of steps since it began
+        self._steps_old: list[int] = []
+        # For each answer of this step, tokens of earlier versions, and all
+        self._tokens: list[tuple[int, int]] = []
         self._number = rank() * pool.engines // world_size()  # number of this rank's engine
-        # Groups of a checkpoint that have not resumed yet; and the groups at the end of the last step, for `take_back`.
+        # Groups of a checkpoint that have not resumed yet; and the groups at the end of the last
+        # step, for `take_back`.
         self._resumed: list[CarriedGroup] = []
         self._before: list[CarriedGroup] = []
         if pool.leader is not None:
@@ -71,7 +81,7 @@ class CarriedPool:
         return CarriedEpisodes(leader.engine, slices, function, self._engines.tokenizer, size)
 
     def take_back(self, step: int) -> None:
-        """Undoes an attempt at this step, if there was one. Collective.
+        """Undo an attempt at this step, if there was one. Collective.
 
         The groups are again those at the end of the last step, and resume as from a checkpoint.
         """
@@ -87,11 +97,12 @@ class CarriedPool:
         self._preemptions = sum(exchange(self._preempted()))
 
     def take(self, position: int, count: int, settings: RolloutSettings, terms: Terms) -> Round:
-        """Samples until `count` groups are complete, in as few slices as possible, and returns the oldest of these.
+        """Sample until `count` groups are complete, in as few slices as possible, and return the
+        oldest of these.
 
-        Collective; raises as `Pool.run`. The next prompt to begin is at `position`. Seeds do not depend on the step in
-        which a prompt begins: the prompt at place n, from 0, has the seed of step n // batch.prompts_per_step + 1, to
-        which it would belong without slices.
+        Collective; raises as `Pool.run`. The next prompt to begin is at `position`. Seeds do not
+        depend on the step in which a prompt begins: the prompt at place n, from 0, has the seed of
+        step n // batch.prompts_per_step + 1, to which it would belong without slices.
         """
         self._engines.begin_round()
         if settings.step != self._step:
@@ -101,13 +112,19 @@ class CarriedPool:
             self._tokens = []
             # Copies, since resumed groups change.
             self._before = [
-                replace(group, done=dict(group.done), unfinished={n: replace(u) for n, u in group.unfinished.items()})
+                replace(
+                    group,
+                    done=dict(group.done),
+                    unfinished={n: replace(u) for n, u in group.unfinished.items()},
+                )
                 for group in self.groups()
             ]
         resumed = self._resume()
         fresh = max(0, count + prompts_ahead(self._config) - len(self._flights))
         groups = resumed + self._deal(self._prompts(position, fresh), position, terms.lengths)
-        counts = self._grow([self._beginning(group, settings) for group in groups], count, settings, terms)
+        counts = self._grow(
+            [self._beginning(group, settings) for group in groups], count, settings, terms
+        )
         places = sorted(place for place, flight in self._flights.items() if flight.complete)[:count]
         flights = [self._flights.pop(place) for place in places]
         self.version = settings.policy_version
@@ -123,16 +140,20 @@ class CarriedPool:
     def _grow(
         self, beginnings: list[Beginning], count: int, settings: RolloutSettings, terms: Terms
     ) -> tuple[int, int, int]:
-        """Grows episodes slice by slice until `count` groups are complete. Collective.
+        """Grow episodes slice by slice until `count` groups are complete. Collective.
 
-        Returns the number of slices, the number of unfinished episodes on all engines, and all engines' preemptions
-        since their start.
+        Returns the number of slices, the number of unfinished episodes on all engines, and all
+        engines' preemptions since their start.
         """
         slices, unfinished, preemptions = 0, 0, 0
         while not slices or sum(flight.complete for flight in self._flights.values()) < count:
 
-            def slice(leader: Leader, beginnings: list[Beginning] = beginnings) -> Coroutine[None, None, list[int]]:
-                """Runs one more slice of all episodes under way, and the first slice of those that begin."""
+            def slice(
+                leader: Leader, beginnings: list[Beginning] = beginnings
+            ) -> Coroutine[None, None, list[int]]:
+                """Run one more slice of all episodes under way, and the first slice of those that
+                begin.
+                """
                 assert self._episodes is not None
                 return self._episodes.slice(settings.policy_version, beginnings)
 
@@ -142,11 +163,14 @@ class CarriedPool:
             for place in (place for places, _, _ in engines for place in places):
                 self._flights[place].complete = True
             beginnings, slices = [], slices + 1
-            unfinished, preemptions = sum(count for _, count, _ in engines), sum(count for _, _, count in engines)
+            unfinished, preemptions = (
+                sum(count for _, count, _ in engines),
+                sum(count for _, _, count in engines),
+            )
         return slices, unfinished, preemptions
 
     def _count(self, slices: int, unfinished: int, preemptions: int) -> None:
-        """Updates the metrics of the step.
+        """Update the metrics of the step.
 
         - stale/share: the share of the answers' tokens that earlier versions sampled
         - stale/age_mean, stale/age_max: steps since the step's groups began
@@ -163,7 +187,9 @@ class CarriedPool:
             "carry/answers": float(unfinished),
             "carry/groups_waiting": float(sum(flight.complete for flight in self._flights.values())),
             "carry/slices": self._figures.get("carry/slices", 0.0) + slices,
-            "carry/preemptions": self._figures.get("carry/preemptions", 0.0) + preemptions - self._preemptions,
+            "carry/preemptions": self._figures.get("carry/preemptions", 0.0)
+            + preemptions
+            - self._preemptions,
         }
         self._preemptions = preemptions
 
@@ -171,50 +197,73 @@ class CarriedPool:
         return 0 if self._engines.leader is None else self._engines.leader.engine.preemptions
 
     def waits_for(self) -> str:
-        """Describes this engine's episodes that hold up the slice while the engine itself is idle; "" for none."""
+        """Describe this engine's episodes that hold up the slice while the engine itself is idle;
+        "" for none.
+        """
         count = 0 if self._episodes is None else self._episodes.elsewhere
         return f"{count} episode{'s' * (count > 1)} in tools or reward functions" if count else ""
 
     def groups(self) -> list[CarriedGroup]:
-        """Returns this engine's groups, including groups of a checkpoint that have not resumed; call between slices."""
+        """Return this engine's groups, including groups of a checkpoint that have not resumed; call
+        between slices.
+        """
         return [] if self._episodes is None else self._resumed + self._episodes.kept()
 
     def present(self) -> list[Trajectory]:
-        """Returns a few of this engine's waiting or unfinished answers that have tokens of the present version."""
+        """Return a few of this engine's waiting or unfinished answers that have tokens of the
+        present version.
+        """
         candidates: list[Trajectory] = []
-        # An unfinished answer has no routes yet, if routes come from the engine. In episodes of several turns, images
-        # of earlier turns are known to the episode only.
+        # An unfinished answer has no routes yet, if routes come from the engine. In episodes of
+        # several turns, images of earlier turns are known to the episode only.
         level = self._engines.level
         readable = level.image_rules is None or level.function is one_shot
         readable &= self._config.model.routes != "engine"
-        for place, sample, so_far in self._episodes.parked() if self._episodes is not None and readable else ():
+        for place, sample, so_far in (
+            self._episodes.parked() if self._episodes is not None and readable else ()
+        ):
             prompt, token_ids, versions = self._flights[place].prompt, so_far.token_ids, so_far.versions
             mask = [1] * len(token_ids)
-            parked = Trajectory(place, sample, so_far.prompt_ids, token_ids, mask, so_far.logprobs, versions=versions)
-            parked.images, parked.image_spans = tuple(image.read() for image in prompt.images), prompt.image_spans
+            parked = Trajectory(
+                place, sample, so_far.prompt_ids, token_ids, mask, so_far.logprobs, versions=versions
+            )
+            parked.images, parked.image_spans = (
+                tuple(image.read() for image in prompt.images),
+                prompt.image_spans,
+            )
             candidates.append(parked)
-        candidates += [t for group in self.groups() for done in group.done.values() for t in done if not t.error]
+        candidates += [
+            t for group in self.groups() for done in group.done.values() for t in done if not t.error
+        ]
         present = [t for t in candidates if t.weight_version == self.version and any(t.loss_mask)]
         return present[:_MEASURED]
 
     def close(self) -> None:
-        """End the episodes under way, their servers and processes. Call it before the engine stops."""
+        """End the episodes under way, their servers and processes. Call it before the engine
+        stops.
+        """
         self._end_episodes()
         self._engines.close()
 
     def _end_episodes(self) -> None:
         """End the episodes under way on this rank's engine."""
         if self._engines.leader is not None and self._episodes is not None:
-            self._engines.leader.thread.run(self._episodes.stop(), _STOP_SECONDS, "ending the carried episodes")
+            self._engines.leader.thread.run(
+                self._episodes.stop(), _STOP_SECONDS, "ending the carried episodes"
+            )
 
     def _resume(self) -> list[CarriedGroup]:
-        """Returns this engine's share of a checkpoint's groups, which are to resume. Collective, the first time."""
+        """Return this engine's share of a checkpoint's groups, which are to resume. Collective, the
+        first time.
+        """
         if self._flights:
             return []
         groups, self._resumed, size = self._resumed, [], self._config.algorithm.group_size
         for group in groups:  # the checkpoint may have had a larger group size
             group.done = {sample: done for sample, done in group.done.items() if sample < size}
-            group.unfinished = {sample: answer for sample, answer in group.unfinished.items() if sample < size}
+            group.unfinished = {
+                sample: answer for sample, answer in group.unfinished.items() if sample < size
+            }
         restarted = sum(size - len(group.done) - len(group.unfinished) for group in groups)
         engines = exchange([self._number, restarted, [[group.place, group.born] for group in groups]])
         for engine, _, places in engines:
@@ -224,8 +273,12 @@ class CarriedPool:
             say(f"{restarted} unfinished episodes start again from their prompts")
         return groups
 
-    def _deal(self, prompts: list[Prompt], position: int, lengths: dict[int, int] | None) -> list[CarriedGroup]:
-        """Assigns each new prompt to the engine with the fewest unfinished groups; returns this engine's new groups."""
+    def _deal(
+        self, prompts: list[Prompt], position: int, lengths: dict[int, int] | None
+    ) -> list[CarriedGroup]:
+        """Assign each new prompt to the engine with the fewest unfinished groups; return this
+        engine's new groups.
+        """
         loads = [0] * self._engines.engines
         for flight in self._flights.values():
             loads[flight.engine] += not flight.complete
@@ -234,7 +287,9 @@ class CarriedPool:
             loads[engine] += 1
             self._flights[place] = _Flight(prompt, engine, self._step)
         places = [position + index for index in starting_order(prompts, lengths)]
-        here = [p for p in places if self._episodes is not None and self._flights[p].engine == self._number]
+        here = [
+            p for p in places if self._episodes is not None and self._flights[p].engine == self._number
+        ]
         return [CarriedGroup(place, self._step) for place in here]
 
     def _beginning(self, group: CarriedGroup, settings: RolloutSettings) -> Beginning:
@@ -243,23 +298,27 @@ class CarriedPool:
         messages = engines.level.messages([prompt])
 
         async def score(trajectory: Trajectory) -> None:
-            """Scores a trajectory by the reward functions."""
+            """Score a trajectory by the reward functions."""
             await engines.score(trajectory, prompt)
 
         group_settings = replace(settings, seed=self._config.run.seed, step=steps + 1)
         images = engines.setup([prompt]).image_arguments(0)
         conversation = None if messages is None else messages[0]
-        return Beginning(group, group_settings, index, prompt.token_ids, prompt.row, conversation, score, images)
+        return Beginning(
+            group, group_settings, index, prompt.token_ids, prompt.row, conversation, score, images
+        )
 
     def _trajectories(self, places: list[int]) -> list[Trajectory]:
-        """Removes the groups at these places from this engine, and returns their trajectories.
+        """Remove the groups at these places from this engine, and return their trajectories.
 
         A trajectory's prompt index is the index of its place in `places`.
         """
         trajectories: list[Trajectory] = []
         for index, place in enumerate(places):
             group = None if self._episodes is None else self._episodes.groups.pop(place, None)
-            for trajectory in (t for done in group.done.values() for t in done) if group is not None else ():
+            for trajectory in (
+                (t for done in group.done.values() for t in done) if group is not None else ()
+            ):
                 trajectory.prompt_index = index
                 trajectories.append(trajectory)
         return trajectories

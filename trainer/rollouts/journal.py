@@ -1,9 +1,11 @@
-"""A journal that keeps answers on disk until a checkpoint includes the updates from them (`checkpoint.rollouts`).
+"""A journal that keeps answers on disk until a checkpoint includes the updates from them
+(`checkpoint.rollouts`).
 
-Without it, a run that dies has to sample all steps since its last checkpoint again. With it, every rank writes the
-rounds of a step to disk before the policy learns from them. When the run is started again, its steps learn from the
-same answers, in the same order, until the journal ends; from then on answers are sampled. Updates are computed again,
-so on CPU the run ends bit for bit as if it had not died.
+Without it, a run that dies has to sample all steps since its last checkpoint again. With it, every
+rank writes the rounds of a step to disk before the policy learns from them. When the run is started
+again, its steps learn from the same answers, in the same order, until the journal ends; from then
+on answers are sampled. Updates are computed again, so on CPU the run ends bit for bit as if it had
+not died.
 """
 
 import hashlib
@@ -25,14 +27,15 @@ from trainer.run.checkpoint import latest_complete, random_states, restore_rando
 from trainer.run.records import patiently, write_whole
 
 _NAME = re.compile(r"(\d+)\.rank_\d+")  # a file's name, with the number of its step
-_DO_NOT_MATTER = ("run", "tracking", "checkpoint", "eval")  # sections that may differ; run.seed is in the identity
+# Sections that may differ; run.seed is in the identity
+_DO_NOT_MATTER = ("run", "tracking", "checkpoint", "eval")
 
 
 class Journal:
     """Keeps the rounds of a source's steps on disk and replays them after a restart."""
 
     def __init__(self, source: Source, config: TrainConfig, identity: dict[str, Any]) -> None:
-        """`identity` is the run's: rounds of other runs in the folder are not replayed.
+        """Return `identity` is the run's: rounds of other runs in the folder are not replayed.
 
         Nor are this run's rounds, if it does not resume from its own checkpoints.
         """
@@ -48,16 +51,23 @@ class Journal:
             self._drop(lambda step: True)
 
     def produce(self, order: Order) -> StepBatch:
-        """Returns the batch of a step, from the disk or from the source. Collective; raises as `Source.produce`."""
+        """Return the batch of a step, from the disk or from the source. Collective; raises as
+        `Source.produce`.
+        """
         rounds = self._read(order.step, self._key_of(order))
         if rounds is not None:
-            restore_random_states(json.loads(rounds[-1].random_states[rank(EVERYBODY)]), self._file(order.step).name)
+            restore_random_states(
+                json.loads(rounds[-1].random_states[rank(EVERYBODY)]), self._file(order.step).name
+            )
             following = f"{self._key}/{rounds[-1].position}/"
             ahead = self._read(order.step + 1, following) is None
             self._reused += 1
             return self._source.replayed(order, rounds, ahead=ahead)
         if self._reused:
-            say(f"reused the kept answers of {self._reused} steps; sampling continues in step {order.step}")
+            say(
+                f"reused the kept answers of {self._reused} steps; sampling continues in step "
+                f"{order.step}"
+            )
             self._reused = 0
         self._drop(lambda step: step >= order.step)  # another policy has sampled these
         batch = self._source.produce(order)
@@ -71,7 +81,8 @@ class Journal:
         return f"{self._key}/{order.position}/{order.version}/"
 
     def _read(self, step: int, key: str) -> list[Round] | None:
-        """Reads this rank's rounds of a step; None unless all ranks have intact rounds whose keys begin with `key`.
+        """Read this rank's rounds of a step; None unless all ranks have intact rounds whose keys
+        begin with `key`.
 
         Collective.
         """
@@ -81,7 +92,9 @@ class Journal:
         return rounds if all(exchange(bool(rounds) and rounds[0].key.startswith(key))) else None
 
     def _write(self, order: Order, rounds: list[Round]) -> None:
-        """Writes this rank's rounds of a step, and deletes rounds of steps that a checkpoint includes. Collective."""
+        """Write this rank's rounds of a step, and delete rounds of steps that a checkpoint
+        includes. Collective.
+        """
         rounds[0].key = self._key_of(order)
         rounds[-1].random_states |= {rank(EVERYBODY): json.dumps(random_states())}
         data = packed(rounds)
@@ -94,7 +107,7 @@ class Journal:
             self._drop(lambda step: step <= saved)
 
     def _drop(self, unneeded: Callable[[int], bool]) -> None:
-        """Deletes this rank's rounds of the steps for which `unneeded` is true."""
+        """Delete this rank's rounds of the steps for which `unneeded` is true."""
         for file in self._folder.glob(f"*.rank_{rank()}"):
             if (name := _NAME.fullmatch(file.name)) and unneeded(int(name[1])):
                 file.unlink(missing_ok=True)

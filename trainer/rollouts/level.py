@@ -1,4 +1,6 @@
-"""The six levels of rollouts: builds, from a recipe's keys, the function or sampler that runs episodes."""
+"""The six levels of rollouts: builds, from a recipe's keys, the function or sampler that runs
+episodes.
+"""
 
 import functools
 import inspect
@@ -26,7 +28,13 @@ from generation.rollouts.mcp_tools import McpServer, McpTools, list_tools
 from generation.rollouts.sampler import Sampler, make_sampler
 from generation.rollouts.tools import Tool, ToolLimits, ToolRunner, call_parser, make_tool, tools_by_name
 from sharding.ranks import agreed, exchange, is_main
-from trainer.config.schema import ClientConfig, ProcessesConfig, RolloutConfig, TrainConfig, VerifiersConfig
+from trainer.config.schema import (
+    ClientConfig,
+    ProcessesConfig,
+    RolloutConfig,
+    TrainConfig,
+    VerifiersConfig,
+)
 from trainer.data import Prompt, image_rules, row_reader
 from trainer.errors import Interrupted, UserError
 
@@ -34,32 +42,44 @@ T = TypeVar("T")
 
 
 class RolloutLevel:
-    """The recipe's way of turning prompts into trajectories, on one of six levels from one-shot to any OpenAI client.
+    """The recipe's way of turning prompts into trajectories, on one of six levels from one-shot to
+    any OpenAI client.
 
     It is loaded and checked before any model. Raises UserError naming the key that does not fit.
     """
 
     def __init__(
-        self, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, start_server: StartServer | None = None
+        self,
+        config: TrainConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        start_server: StartServer | None = None,
     ) -> None:
-        """`start_server` starts the server of level 6; it is not needed if no episode is going to run."""
+        """Return `start_server` starts the server of level 6; it is not needed if no episode is
+        going to run.
+        """
         self.image_rules = image_rules(config, tokenizer)
-        self.function: RolloutFunction | None = one_shot  # runs one episode; None: a sampler takes all prompts at once
+        # Runs one episode; None: a sampler takes all prompts at once
+        self.function: RolloutFunction | None = one_shot
         self.sampler: Sampler | None = None  # the object of level 5
         self._mcp: McpTools | None = None
-        self.data = config.data  # with the tools' schemas as arguments of the chat template, if the recipe says so
+        # With the tools' schemas as arguments of the chat template, if the recipe says so
+        self.data = config.data
         named, kwargs = config.rollout, config.rollout.kwargs
         if (custom := named.custom) is not None:
             self.function = _checked("rollout.custom", lambda: custom_rollout(load(custom), kwargs))
         elif (sampler := named.sampler) is not None:
             recipe = config.model_dump()
             self.function = None
-            self.sampler = _checked("rollout.sampler", lambda: make_sampler(load(sampler), kwargs, recipe))
+            self.sampler = _checked(
+                "rollout.sampler", lambda: make_sampler(load(sampler), kwargs, recipe)
+            )
         elif named.client is not None or named.verifiers is not None:
             self.function = _client_function(config, start_server)
         elif named.tools or named.mcp or named.environment is not None:
             self._mcp = _mcp_tools(config)
-            self.function, schemas = _agent_function(config, tokenizer, self._mcp.tools, self.image_rules is not None)
+            self.function, schemas = _agent_function(
+                config, tokenizer, self._mcp.tools, self.image_rules is not None
+            )
             if named.mcp:
                 self.function = self._mcp.around(self.function)
             if schemas and named.describe_tools:
@@ -70,14 +90,18 @@ class RolloutLevel:
         self._reader = row_reader(self.data, tokenizer)
 
     async def aclose(self) -> None:
-        """Stops the server of level 6 and MCP servers. Call it on the engine's event loop, before the engine stops."""
+        """Stop the server of level 6 and MCP servers. Call it on the engine's event loop, before
+        the engine stops.
+        """
         if self._mcp is not None:
             await self._mcp.aclose()
         if isinstance(self.function, ClientRollout):
             await self.function.aclose()
 
     def messages(self, prompts: Sequence[Prompt]) -> list[list[dict[str, Any]] | None] | None:
-        """Returns the messages of each prompt; None without a chat template, or if the level does not use them."""
+        """Return the messages of each prompt; None without a chat template, or if the level does
+        not use them.
+        """
         if self._reader.form is None or self.function is one_shot:
             return None
         readers = [prompt.reader or self._reader for prompt in prompts]
@@ -86,18 +110,20 @@ class RolloutLevel:
 
 
 def _client_function(config: TrainConfig, start_server: StartServer | None) -> ClientRollout:
-    """Builds level 6: a client on a thread of the leader, or in processes of another Python."""
+    """Build level 6: a client on a thread of the leader, or in processes of another Python."""
     named, log = config.rollout, config.run.folder / "clients.log"
 
     async def serve(engine: Any, **settings: Any) -> CapturingServer:
-        """Starts a server that parses tool calls as the recipe says."""
+        """Start a server that parses tool calls as the recipe says."""
         assert start_server is not None
         return await start_server(engine, tool_parser=named.tool_parser, **settings)
 
     if not isinstance(section := named.verifiers or named.client, ProcessesConfig):
         function = _checked("rollout.client", lambda: load(str(section)))
         client = functools.partial(function, **named.kwargs) if named.kwargs else function
-        return _checked("rollout.client", lambda: ClientRollout(client, serve, config.run.step_deadline_s))
+        return _checked(
+            "rollout.client", lambda: ClientRollout(client, serve, config.run.step_deadline_s)
+        )
     if isinstance(section, VerifiersConfig):
         key, command = "rollout.verifiers.python", verifiers.command(section.model_dump(), log)
     else:
@@ -111,7 +137,7 @@ def _client_function(config: TrainConfig, start_server: StartServer | None) -> C
 
 
 def _mcp_tools(config: TrainConfig) -> McpTools:
-    """Returns the tools of rollout.mcp, which rank 0 lists for all ranks. Collective."""
+    """Return the tools of rollout.mcp, which rank 0 lists for all ranks. Collective."""
     servers = [
         McpServer(name, server.command, server.url, server.env, server.session == "shared")
         for name, server in config.rollout.mcp.items()
@@ -128,7 +154,9 @@ def _mcp_tools(config: TrainConfig) -> McpTools:
 def _agent_function(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, mcp_tools: list[Tool], images: bool
 ) -> tuple[RolloutFunction, list[dict[str, Any]]]:
-    """Builds levels 2 and 3; returns the function and all tools' schemas. `images`: replies may have images."""
+    """Build levels 2 and 3; return the function and all tools' schemas. `images`: replies may have
+    images.
+    """
     named = config.rollout
 
     def function(spec: str) -> Callable[..., Any]:
@@ -140,14 +168,22 @@ def _agent_function(
     inline = named.tool_parser == "inline"  # inline calls have a parser of their own
     parser = "hermes" if inline else named.tool_parser
     limits = ToolLimits(
-        named.tool_timeout_s, named.max_concurrency, named.max_tool_tokens, named.tool_error, named.tool_rates, images
+        named.tool_timeout_s,
+        named.max_concurrency,
+        named.max_tool_tokens,
+        named.tool_error,
+        named.tool_rates,
+        images,
     )
     tools = _checked(
-        "rollout.tools", lambda: tools_by_name([*(make_tool(function(s)) for s in named.tools), *mcp_tools])
+        "rollout.tools",
+        lambda: tools_by_name([*(make_tool(function(s)) for s in named.tools), *mcp_tools]),
     )
     parse = _checked("rollout.tool_parser", lambda: call_parser(parser, tokenizer))
     tools_key = config.data.tools_key if named.describe_tools else None
-    agent = Agent(ToolRunner(limits, tokenizer), parse, named.max_turns, tools, named.describe_tools, tools_key)
+    agent = Agent(
+        ToolRunner(limits, tokenizer), parse, named.max_turns, tools, named.describe_tools, tools_key
+    )
     schemas = [tool.schema for tool in tools.values()]
     if named.environment is None:
         _check_rates(named, tools)
@@ -158,7 +194,9 @@ def _agent_function(
     methods = _checked("rollout.environment", lambda: environment_tools(cls))
     _check_rates(named, [*tools, *methods])
     schemas += [tool.schema for tool in methods.values()]
-    return _checked("rollout.environment", lambda: environment_rollout(cls, named.kwargs, agent, loaded)), schemas
+    return _checked(
+        "rollout.environment", lambda: environment_rollout(cls, named.kwargs, agent, loaded)
+    ), schemas
 
 
 def _check_rates(named: RolloutConfig, tools: Iterable[str]) -> None:
@@ -168,7 +206,9 @@ def _check_rates(named: RolloutConfig, tools: Iterable[str]) -> None:
 
 
 def _checked(key: str, make: Callable[[], T]) -> T:
-    """Returns the result of `make`; an error of the user's code becomes a UserError about the key."""
+    """Return the result of `make`; an error of the user's code becomes a UserError about the
+    key.
+    """
     try:
         return make()
     except (UserError, Interrupted):

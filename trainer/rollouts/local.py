@@ -1,4 +1,6 @@
-"""The source of answers of a rank in whose crew engines run, which sample and score the answers of an order."""
+"""The source of answers of a rank in whose crew engines run, which sample and score the answers of
+an order.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +46,8 @@ class LocalSource:
         lengths: dict[int, int] | None = None,
         give_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Samples evaluations on `engines`, and takes the groups of steps from `pool`, which has the same engines.
+        """Sample evaluations on `engines`, and take the groups of steps from `pool`, which has the
+        same engines.
 
         Args:
             dataset: the training prompts.
@@ -69,7 +72,9 @@ class LocalSource:
         return self._engines.finished
 
     def produce(self, order: Order) -> StepBatch:
-        """Samples a step, as `Source.produce`, round by round until the algorithm has enough groups."""
+        """Sample a step, as `Source.produce`, round by round until the algorithm has enough
+        groups.
+        """
         self.take_back(order.step)
         self._version = order.version
         batch = StepBatch(self._config, self._dataset, self._lengths)
@@ -92,60 +97,79 @@ class LocalSource:
 
     def _terms(self) -> Terms:
         deadline = self._config.run.first_step_deadline_s
-        return Terms(deadline, self._give_up, details=self._config.algorithm.rewards_apart, lengths=self._lengths)
+        return Terms(
+            deadline, self._give_up, details=self._config.algorithm.rewards_apart, lengths=self._lengths
+        )
 
     def evaluate(self, order: Order) -> list[Round]:
-        """Samples an evaluation, as `Source.evaluate`."""
+        """Sample an evaluation, as `Source.evaluate`."""
         rounds = []
         with random_states_kept():
             for held_out in self._held_outs:
-                answers = sample_held_out(self._config, self._engines, held_out, version=order.version, step=order.step)
+                answers = sample_held_out(
+                    self._config, self._engines, held_out, version=order.version, step=order.step
+                )
                 rounds.append(sampled_round(answers, order.step, order.version, (), order.position))
         return rounds
 
     def replayed(self, order: Order, rounds: list[Round], ahead: bool) -> StepBatch:
-        """Returns the batch of kept rounds: sampling does not depend on earlier ones, as slices exclude a journal."""
+        """Return the batch of kept rounds: sampling does not depend on earlier ones, as slices
+        exclude a journal.
+        """
         return StepBatch.of(rounds, order, self._config, self._dataset, self._lengths)
 
     def take_back(self, step: int) -> None:
-        """Undoes an attempt at this step, as `Source.take_back`."""
+        """Undo an attempt at this step, as `Source.take_back`."""
         self._pool.take_back(step)
 
     def add_state(self, last: Round, random_states: str) -> None:
-        """Adds random states, unfinished groups and untrained answers of this rank to a step's last round."""
+        """Add random states, unfinished groups and untrained answers of this rank to a step's last
+        round.
+        """
         last.random_states = {rank(EVERYBODY): random_states}
         last.untrained = self._pool.present()
         last.groups = self._pool.groups()
 
     def carried(self) -> bytes:
-        """Packs the groups of this rank's engine that continue after the last step; b"" if there are none."""
+        """Pack the groups of this rank's engine that continue after the last step; b"" if there are
+        none.
+        """
         groups = self._pool.groups()
         return packed([Round(groups=groups)]) if groups else b""
 
     def untrained(self) -> list[Answer]:
-        """Returns a few waiting or unfinished answers of all engines, as `Source.untrained`."""
+        """Return a few waiting or unfinished answers of all engines, as `Source.untrained`."""
         return gather_answers(self._pool.present(), version=self._version)
 
     def waits_for(self) -> str:
-        """Says what a slow rollout is waiting for, as `Source.waits_for`."""
+        """Say what a slow rollout is waiting for, as `Source.waits_for`."""
         return self._pool.waits_for()
 
     def close(self) -> None:
-        """Ends the episodes under way, their servers and processes. Call it before the engine stops."""
+        """End the episodes under way, their servers and processes. Call it before the engine
+        stops.
+        """
         self._pool.close()
 
 
 def sample_held_out(
     config: TrainConfig, pool: Pool, held_out: HeldOut, version: int = 0, step: int = -1
 ) -> list[Answer]:
-    """Samples and scores a dataset's prompts on all engines; returns answers with details and votes. Collective.
+    """Sample and score a dataset's prompts on all engines; return answers with details and votes.
+    Collective.
 
-    The engines have the weights of `version`. `step` selects the samples' seeds: -1 before a run's first step, and one
-    less after each further step.
+    The engines have the weights of `version`. `step` selects the samples' seeds: -1 before a run's
+    first step, and one less after each further step.
     """
     seed, extra = config.run.seed, config.data.chat_template_kwargs
     settings = RolloutSettings(
-        held_out.samples, held_out.sampling, version, seed, step, chat_template_kwargs=extra, evaluation=True
+        held_out.samples,
+        held_out.sampling,
+        version,
+        seed,
+        step,
+        chat_template_kwargs=extra,
+        evaluation=True,
     )
     terms = Terms(config.run.first_step_deadline_s, details=True)
     return pool.run(list(held_out.prompts), settings, terms, voting=bool(config.eval.k))
@@ -153,10 +177,10 @@ def sample_held_out(
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Restores the global random generators of Python, NumPy and torch after the block.
+    """Restore the global random generators of Python, NumPy and torch after the block.
 
-    Samples have seeds of their own; this protects training from tools, environments and rewards that use the global
-    generators.
+    Samples have seeds of their own; this protects training from tools, environments and rewards
+    that use the global generators.
     """
     states = random_states()
     try:

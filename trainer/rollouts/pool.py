@@ -1,4 +1,6 @@
-"""Runs episodes on the engines of a crew of ranks: each engine runs a share of a round, all ranks get all answers."""
+"""Run episodes on the engines of a crew of ranks: each engine runs a share of a round, all ranks
+get all answers.
+"""
 
 import asyncio
 import math
@@ -31,7 +33,9 @@ _CLOSE_SECONDS = 15.0
 _LOOK_SECONDS = 0.2  # between checks of whether to stop
 
 TakePrompts = Callable[[int, int], list[Prompt]]
-"""A function (position, count) that returns this many prompts to train on, from this position on."""
+"""A function (position, count) that returns this many prompts to train on, from this position
+on.
+"""
 
 
 class RolloutError(RuntimeError):
@@ -39,18 +43,18 @@ class RolloutError(RuntimeError):
 
 
 class StepAbandoned(RuntimeError):
-    """The step's rollouts were abandoned on all ranks; policy and state are those after the previous step."""
+    """The step's rollouts were abandoned on all ranks; policy and state are those after the
+    previous step.
+    """
 
 
 @dataclass(frozen=True)
 class Terms:
     """The conditions of a round of rollouts.
 
-    Attributes:
-        timeout: seconds after which a round fails.
-        give_up: polled during a round; True abandons it.
-        details: as in `gather_answers`.
-        lengths: last answer length in tokens by prompt id; the longest begin first. None: prompts begin in their order.
+    Attributes: timeout: seconds after which a round fails. give_up: polled during a round; True
+        abandons it. details: as in `gather_answers`. lengths: last answer length in tokens by
+        prompt id; the longest begin first. None: prompts begin in their order.
     """
 
     timeout: float
@@ -68,11 +72,13 @@ class EpisodePool(Protocol):
         checkpoint = pool.groups()
         pool.close()
 
-    `Pool` samples whole answers; `trainer.rollouts.carried.CarriedPool` lets them grow slice by slice.
+    `Pool` samples whole answers; `trainer.rollouts.carried.CarriedPool` lets them grow slice by
+    slice.
     """
 
     def take(self, position: int, count: int, settings: RolloutSettings, terms: Terms) -> Round:
-        """Return `count` scored groups, of which new ones begin with the prompt at `position`. Collective.
+        """Return `count` scored groups, of which new ones begin with the prompt at `position`.
+        Collective.
 
         Raises as `Pool.run`. `Round.position` is the position of the next prompt to begin.
         """
@@ -87,14 +93,19 @@ class EpisodePool(Protocol):
         """Return a few of those groups' answers that have tokens of the present version."""
 
     def waits_for(self) -> str:
-        """Describe this engine's episodes that hold up the round while the engine is idle; "" for none."""
+        """Describe this engine's episodes that hold up the round while the engine is idle; "" for
+        none.
+        """
 
     def close(self) -> None:
-        """End the episodes under way, their servers and processes. Call it before the engine stops."""
+        """End the episodes under way, their servers and processes. Call it before the engine
+        stops.
+        """
 
 
 class Pool:
-    """The engines of this crew's ranks, and the scoring of their answers: an `EpisodePool` of whole answers.
+    """The engines of this crew's ranks, and the scoring of their answers: an `EpisodePool` of whole
+    answers.
 
     Attributes:
         prompts: the prompts to train on, by position.
@@ -117,12 +128,10 @@ class Pool:
     ) -> None:
         """Prepare the pool.
 
-        Args:
-            store: the ranks' store.
-            max_error_rate: the largest share of episodes that may fail.
-            ends: the tokens that end an answer, which are not part of the text that rewards see; None: special
-                tokens are left out of that text, and no others.
-            prompts: the prompts to train on; None: the pool is for evaluations only.
+        Args: store: the ranks' store. max_error_rate: the largest share of episodes that may fail.
+            ends: the tokens that end an answer, which are not part of the text that rewards see;
+            None: special tokens are left out of that text, and no others. prompts: the prompts to
+            train on; None: the pool is for evaluations only.
         """
         self.leader = leader
         self.tokenizer = tokenizer
@@ -136,8 +145,11 @@ class Pool:
         self._ends = ends or EndTokens()
         self._rounds = self._calls = 0
 
-    def run(self, prompts: list[Prompt], settings: RolloutSettings, terms: Terms, voting: bool = False) -> list[Answer]:
-        """Samples and scores groups for all prompts; returns equal lists on all ranks, ordered by prompt and sample.
+    def run(
+        self, prompts: list[Prompt], settings: RolloutSettings, terms: Terms, voting: bool = False
+    ) -> list[Answer]:
+        """Sample and score groups for all prompts; return equal lists on all ranks, ordered by
+        prompt and sample.
 
         Args:
             prompts: equal on all ranks.
@@ -145,12 +157,11 @@ class Pool:
             terms: time limit, and when to abandon the round.
             voting: True extracts each answer's vote, for a majority vote.
 
-        Raises:
-            RemoteError: on all ranks, if an engine failed on one.
-            RolloutError: if too many episodes failed.
-            RewardError: if a reward function failed in too many calls.
-            StepAbandoned: on all ranks, if `terms.give_up()` became true on a rank while its engine was working.
-            NotFiniteError: on all ranks, if an engine sampled a log-probability that is not finite.
+        Raises: RemoteError: on all ranks, if an engine failed on one. RolloutError: if too many
+            episodes failed. RewardError: if a reward function failed in too many calls.
+            StepAbandoned: on all ranks, if `terms.give_up()` became true on a rank while its engine
+            was working. NotFiniteError: on all ranks, if an engine sampled a log-probability that
+            is not finite.
         """
         self.begin_round()
         order = starting_order(prompts, terms.lengths)
@@ -164,12 +175,16 @@ class Pool:
         return answers
 
     def begin_round(self) -> None:
-        """Begins a round: resets the count of finished answers and the counter by which engines claim prompts."""
+        """Begin a round: reset the count of finished answers and the counter by which engines claim
+        prompts.
+        """
         self._rounds = self._rounds + 1
         self.finished = 0
 
     def check(self, answers: list[Answer]) -> None:
-        """Raise RolloutError if too many of a round's episodes failed, RewardError if reward calls did. Collective."""
+        """Raise RolloutError if too many of a round's episodes failed, RewardError if reward calls
+        did. Collective.
+        """
         check_failures(answers, self._max_error_rate)
         self._rewards.check_error_rate(all_reduce_sum(self._rewards.take_counts()))
 
@@ -196,8 +211,11 @@ class Pool:
         """Return "": an episode that holds up the round is not known."""
         return ""
 
-    def on_leaders(self, work: Callable[[Leader], Coroutine[Any, Any, T]], terms: Terms, step: int) -> T | None:
-        """Runs `work` on this engine's event loop; returns its result, or None on a rank without an engine.
+    def on_leaders(
+        self, work: Callable[[Leader], Coroutine[Any, Any, T]], terms: Terms, step: int
+    ) -> T | None:
+        """Run `work` on this engine's event loop; return its result, or None on a rank without an
+        engine.
 
         Collective; raises as `run`. If it fails on one leader, the others stop soon after.
         """
@@ -218,19 +236,24 @@ class Pool:
                 except Exception as error:
                     self._store.set(failed, "")
                     if isinstance(error, ExceptionGroup):
-                        raise first_error(error) from None  # the group has the same error for each request
+                        # The group has the same error for each request
+                        raise first_error(error) from None
                     raise
                 not_finite = self.leader.engine.not_finite
         outcomes = exchange([self.leader is not None and result is None, not_finite])
         for rank, (_, number) in enumerate(outcomes):
             if number is not None:
-                raise NotFiniteError(f"the engine of rank {rank} sampled a token with a log-probability of {number}")
+                raise NotFiniteError(
+                    f"the engine of rank {rank} sampled a token with a log-probability of {number}"
+                )
         if any(given_up for given_up, _ in outcomes):
             raise StepAbandoned(f"the rollouts of step {step} were given up")
         return result
 
     def close(self) -> None:
-        """Stops the servers and processes that episodes have started. Call it before the engine stops."""
+        """Stop the servers and processes that episodes have started. Call it before the engine
+        stops.
+        """
         if self.leader is not None:
             self.leader.thread.run(self.level.aclose(), _CLOSE_SECONDS, "ending the rollouts")
 
@@ -243,11 +266,13 @@ class Pool:
         voting: bool,
         order: Sequence[int],
     ) -> list[Trajectory]:
-        """Samples and scores this engine's share of the prompts, which begin in the given order."""
+        """Sample and score this engine's share of the prompts, which begin in the given order."""
         ids, level, key = [prompt.token_ids for prompt in prompts], self.level, f"rollout/{self._rounds}"
 
         def claim() -> int | None:
-            """Claims the next prompt by a counter in the ranks' store, so that it goes to one engine only."""
+            """Claim the next prompt by a counter in the ranks' store, so that it goes to one engine
+            only.
+            """
             index = self._store.add(key, 1) - 1
             return order[index] if index < len(ids) else None
 
@@ -257,27 +282,32 @@ class Pool:
         if level.function is not None:
             setup = self.setup(prompts)
             return await rollout(leader.engine, ids, settings, claim, score, setup, self.engines)
-        assert level.sampler is not None  # a sampler takes all its prompts at once, so engines claim equal shares first
+        # A sampler takes all its prompts at once, so engines claim equal shares first
+        assert level.sampler is not None
         share = [index for _ in range(-(-len(ids) // self.engines)) if (index := claim()) is not None]
         messages, rows = level.messages(prompts), [prompt.row for prompt in prompts]
         rules = level.image_rules
         images = [(prompt.images, prompt.image_spans) for prompt in prompts] if rules else None
         batch = prompt_batch(ids, share, self.tokenizer, settings.group_size, messages, rows, images)
-        return await sample_batch(leader.engine, self.tokenizer, level.sampler, batch, settings, score, timeout, rules)
+        return await sample_batch(
+            leader.engine, self.tokenizer, level.sampler, batch, settings, score, timeout, rules
+        )
 
     def setup(self, prompts: Sequence[Prompt]) -> EpisodeSetup:
-        """Returns the arguments of these prompts' episodes."""
+        """Return the arguments of these prompts' episodes."""
         level, rows = self.level, [prompt.row for prompt in prompts]
-        images = [(prompt.images, prompt.image_spans) for prompt in prompts] if level.image_rules else None
+        images = (
+            [(prompt.images, prompt.image_spans) for prompt in prompts] if level.image_rules else None
+        )
         assert level.function is not None
         messages = level.messages(prompts)
         return EpisodeSetup(level.function, self.tokenizer, rows, messages, images, level.image_rules)
 
     async def score(self, trajectory: Trajectory, prompt: Prompt, voting: bool = False) -> None:
-        """Adds the reward functions' weighted sum, for the last answer, to the episode's own reward.
+        """Add the reward functions' weighted sum, for the last answer, to the episode's own reward.
 
-        An episode whose reward is not usable counts as failed. One without a reward of its own, from which all
-        functions abstain, is marked.
+        An episode whose reward is not usable counts as failed. One without a reward of its own,
+        from which all functions abstain, is marked.
         """
         self.finished += 1
         if trajectory.error:
@@ -308,31 +338,42 @@ class Pool:
         trajectory.metrics["time/reward"] = time.perf_counter() - start
         if result.failures:
             trajectory.reward_error = result.error
-            trajectory.metrics |= {f"reward/errors/{label}/{kind}": 1.0 for label, kind in result.failures.items()}
+            trajectory.metrics |= {
+                f"reward/errors/{label}/{kind}": 1.0 for label, kind in result.failures.items()
+            }
         try:
             if result.unusable:
                 raise ValueError(result.error)
             total = trajectory.reward + result.reward
-            trajectory.reward = checked_reward(total, "with what reward functions gave, the episode's own reward is")
+            trajectory.reward = checked_reward(
+                total, "with what reward functions gave, the episode's own reward is"
+            )
         except ValueError as error:
-            trajectory.reward, trajectory.finish_reason, trajectory.error = 0.0, "error", f"reward: {error}"
+            trajectory.reward, trajectory.finish_reason, trajectory.error = (
+                0.0,
+                "error",
+                f"reward: {error}",
+            )
 
     def _text(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(self._ends.removed_from(token_ids), skip_special_tokens=True))
 
 
 def starting_order(prompts: Sequence[Prompt], lengths: dict[int, int] | None) -> list[int]:
-    """Returns the prompts' indices in the order in which engines begin them.
+    """Return the prompts' indices in the order in which engines begin them.
 
-    With `lengths`, the last answer length in tokens by prompt id, prompts with the longest answers begin first, after
-    those without an answer, whose length is unknown. Otherwise they keep their order.
+    With `lengths`, the last answer length in tokens by prompt id, prompts with the longest answers
+    begin first, after those without an answer, whose length is unknown. Otherwise they keep their
+    order.
     """
     tokens = lengths or {}
     return sorted(range(len(prompts)), key=lambda index: -tokens.get(prompts[index].id, math.inf))
 
 
 async def unless(stopped: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T | None:
-    """Returns the coroutine's result, or None after cancelling it because `stopped()`, which is polled, was true."""
+    """Return the coroutine's result, or None after cancelling it because `stopped()`, which is
+    polled, was true.
+    """
     task = asyncio.ensure_future(work)
     try:
         while not task.done() and not stopped():
@@ -344,9 +385,11 @@ async def unless(stopped: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T
 
 
 def check_failures(answers: list[Answer], max_error_rate: float) -> None:
-    """Raises RolloutError, with the first error, if a larger share of the episodes than `max_error_rate` failed.
+    """Raise RolloutError, with the first error, if a larger share of the episodes than
+    `max_error_rate` failed.
 
-    Episodes on which only a reward function failed do not count; `reward.max_error_rate` limits those.
+    Episodes on which only a reward function failed do not count; `reward.max_error_rate` limits
+    those.
     """
     episodes, errors = by_episode(answers), failed_episodes(answers)
     if len(errors) > max_error_rate * len(episodes):
@@ -357,7 +400,7 @@ def check_failures(answers: list[Answer], max_error_rate: float) -> None:
 
 
 def first_error(group: BaseExceptionGroup) -> BaseException:
-    """Returns a task group's first error that is not a cancellation."""
+    """Return a task group's first error that is not a cancellation."""
     for error in group.exceptions:
         if isinstance(error, BaseExceptionGroup):
             return first_error(error)

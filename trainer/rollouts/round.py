@@ -1,4 +1,6 @@
-"""A round of sampling, in the form in which it is sent between ranks and stored in the journal and in checkpoints."""
+"""A round of sampling, in the form in which it is sent between ranks and stored in the journal and
+in checkpoints.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +23,8 @@ GIVEN_UP = "given up"
 
 @dataclass(frozen=True)
 class Order:
-    """A request for a step's answers or, if `step` is negative, for answers to all held-out prompts.
+    """A request for a step's answers or, if `step` is negative, for answers to all held-out
+    prompts.
 
     Attributes:
         step: number of the step, from 1; for an evaluation, -1 minus the number of steps done.
@@ -41,20 +44,19 @@ class Order:
 
 @dataclass
 class Round:
-    """A round of a step or of one held-out dataset: the part of one rank, or of several ranks joined.
+    """A round of a step or of one held-out dataset: the part of one rank, or of several ranks
+    joined.
 
-    Attributes:
-        step: the order's step; 0 in a checkpoint for parked groups and random states, which belong to no step.
-        version: version of the weights that the round was ordered with.
-        word: the reason why there are no answers, if this is not an error; otherwise "". If set, nothing else is.
-        trajectories: trajectories of the rank, by prompt and sample.
-        places: positions of the groups' prompts in the training sequence, by prompt index.
-        position: position of the next prompt in that sequence.
-        figures: metrics of the step if answers grow in slices; see `CarriedPool`.
-        untrained: trajectories to measure the gap on if the round has none of the present version.
-        groups: groups that continue in the next step, if answers grow in slices.
-        random_states: random states of the sampling ranks after the round, as JSON, by their number in the run.
-        key: the journal's key, which has to match for the round to be replayed.
+    Attributes: step: the order's step; 0 in a checkpoint for parked groups and random states, which
+        belong to no step. version: version of the weights that the round was ordered with. word:
+        the reason why there are no answers, if this is not an error; otherwise "". If set, nothing
+        else is. trajectories: trajectories of the rank, by prompt and sample. places: positions of
+        the groups' prompts in the training sequence, by prompt index. position: position of the
+        next prompt in that sequence. figures: metrics of the step if answers grow in slices; see
+        `CarriedPool`. untrained: trajectories to measure the gap on if the round has none of the
+        present version. groups: groups that continue in the next step, if answers grow in slices.
+        random_states: random states of the sampling ranks after the round, as JSON, by their number
+        in the run. key: the journal's key, which has to match for the round to be replayed.
     """
 
     step: int = 0
@@ -73,18 +75,22 @@ class Round:
         self._answers: list[Answer] | None = None  # a cache, which is neither sent nor stored
 
     def answers(self, details: bool = False, version: int | None = None) -> list[Answer]:
-        """Returns the answers of all ranks of this crew; see `gather_answers`. The first call is collective."""
+        """Return the answers of all ranks of this crew; see `gather_answers`. The first call is
+        collective.
+        """
         if self._answers is None:
             self._answers = gather_answers(self.trajectories, details, version)
         return self._answers
 
     def bare(self) -> "Round":
-        """Returns a copy without trajectories and groups."""
+        """Return a copy without trajectories and groups."""
         return replace(self, trajectories=[], untrained=[], groups=[])
 
 
-def sampled_round(answers: list[Answer], step: int, version: int, places: Sequence[int], position: int) -> Round:
-    """Builds a round from the answers of all ranks; it stores this rank's trajectories."""
+def sampled_round(
+    answers: list[Answer], step: int, version: int, places: Sequence[int], position: int
+) -> Round:
+    """Build a round from the answers of all ranks; it stores this rank's trajectories."""
     trajectories = [answer.trajectory for answer in answers if answer.trajectory is not None]
     sampled = Round(step, version, trajectories=trajectories, places=list(places), position=position)
     sampled._answers = answers
@@ -92,7 +98,9 @@ def sampled_round(answers: list[Answer], step: int, version: int, places: Sequen
 
 
 def together(parts: Sequence[list[Round]]) -> list[Round]:
-    """Joins the parts of an order's rounds that several ranks have. If a part has a word, returns that round only."""
+    """Join the parts of an order's rounds that several ranks have. If a part has a word, returns
+    that round only.
+    """
     if spoken := next((rounds[0] for rounds in parts if rounds and rounds[0].word), None):
         return [spoken]
     return [
@@ -101,47 +109,60 @@ def together(parts: Sequence[list[Round]]) -> list[Round]:
             trajectories=[*chain.from_iterable(part.trajectories for part in same)],
             untrained=[*chain.from_iterable(part.untrained for part in same)],
             groups=[*chain.from_iterable(part.groups for part in same)],
-            random_states={number: state for part in same for number, state in part.random_states.items()},
+            random_states={
+                number: state for part in same for number, state in part.random_states.items()
+            },
         )
         for same in zip(*parts, strict=True)
     ]
 
 
 def check_version(rounds: Sequence[Round], version: int, lag: int, cut: bool) -> None:
-    """Raises EngineStateError, naming both versions, if a token was sampled by another version than `version`.
+    """Raise EngineStateError, naming both versions, if a token was sampled by another version than
+    `version`.
 
-    That is the version that the step and its lag prescribe. If answers are `cut` into slices, earlier versions are
-    permitted.
+    That is the version that the step and its lag prescribe. If answers are `cut` into slices,
+    earlier versions are permitted.
     """
-    sampled = {sampled for one_round in rounds for t in one_round.trajectories for sampled, _ in t.versions}
+    sampled = {
+        sampled for one_round in rounds for t in one_round.trajectories for sampled, _ in t.versions
+    }
     for other in sampled - {version}:
         if other > version or not cut:
             raise EngineStateError(
-                f"weights of version {other} have sampled answers of step {rounds[0].step}, which at rollout.lag = "
-                f"{lag} needs version {version}"
+                f"weights of version {other} have sampled answers of step {rounds[0].step}, which at "
+                f"rollout.lag = {lag} needs version {version}"
             )
 
 
 def _with_files(rounds: Iterable[Round], file_of: Callable[[Image], bytes]) -> list[Round]:
-    """Copies the rounds and their groups, and sets the data of each image to what `file_of` returns for it."""
+    """Copy the rounds and their groups, and set the data of each image to what `file_of` returns
+    for it.
+    """
 
     def changed(trajectories: list[Trajectory]) -> list[Trajectory]:
         images = [tuple(replace(image, data=file_of(image)) for image in t.images) for t in trajectories]
-        return [replace(t, images=copies) if copies else t for t, copies in zip(trajectories, images, strict=True)]
+        return [
+            replace(t, images=copies) if copies else t
+            for t, copies in zip(trajectories, images, strict=True)
+        ]
 
     return [
         replace(
             old,
             trajectories=changed(old.trajectories),
             untrained=changed(old.untrained),
-            groups=[replace(group, done={n: changed(done) for n, done in group.done.items()}) for group in old.groups],
+            groups=[
+                replace(group, done={n: changed(done) for n, done in group.done.items()})
+                for group in old.groups
+            ],
         )
         for old in rounds
     ]
 
 
 def packed(rounds: Sequence[Round]) -> bytes:
-    """Packs rounds as msgpack, with each image's file stored once."""
+    """Pack rounds as msgpack, with each image's file stored once."""
     images: dict[str, bytes] = {}
 
     def taken_out(image: Image) -> bytes:
@@ -152,36 +173,50 @@ def packed(rounds: Sequence[Round]) -> bytes:
 
 
 def unpacked(data: bytes) -> list[Round]:
-    """Unpacks the rounds that `packed` packed. Raises msgspec.DecodeError, a ValueError."""
-    rounds, images = msgspec.msgpack.decode(data, type=tuple[list[Round], dict[str, bytes]], dec_hook=array)
+    """Unpack the rounds that `packed` packed. Raises msgspec.DecodeError, a ValueError."""
+    rounds, images = msgspec.msgpack.decode(
+        data, type=tuple[list[Round], dict[str, bytes]], dec_hook=array
+    )
     return _with_files(rounds, lambda image: images[image.digest])
 
 
 def read_rounds(checkpoint: Path) -> list[list[Round]]:
-    """Reads the rounds that each rank has stored in a checkpoint, in the order of the files' names."""
+    """Read the rounds that each rank has stored in a checkpoint, in the order of the files'
+    names.
+    """
     return [unpacked(file.read_bytes()) for file in sorted(checkpoint.glob(CARRIED_FILES))]
 
 
 def read_groups(checkpoint: Path) -> list[CarriedGroup]:
-    """Reads all engines' groups from a checkpoint, the oldest first."""
-    return in_order(group for one_round in chain.from_iterable(read_rounds(checkpoint)) for group in one_round.groups)
+    """Read all engines' groups from a checkpoint, the oldest first."""
+    return in_order(
+        group for one_round in chain.from_iterable(read_rounds(checkpoint)) for group in one_round.groups
+    )
 
 
 def in_order(groups: Iterable[CarriedGroup]) -> list[CarriedGroup]:
-    """Sorts groups, the oldest first."""
+    """Sort groups, the oldest first."""
     return sorted(groups, key=lambda group: group.place)
 
 
 def read_ready(checkpoint: Path) -> dict[int, list[Round]]:
-    """Reads the rounds of later steps from a checkpoint, by step: with all answers on rank 0, bare on other ranks."""
+    """Read the rounds of later steps from a checkpoint, by step: with all answers on rank 0, bare
+    on other ranks.
+    """
     ranks = [[part for part in rounds if part.step] for rounds in read_rounds(checkpoint)]
     ready: dict[int, list[Round]] = {}
     for step in dict.fromkeys(part.step for part in chain.from_iterable(ranks)):
-        ready[step] = together([[part for part in rounds if part.step == step] for rounds in ranks if rounds])
-    return ready if is_main() else {step: [joined.bare() for joined in rounds] for step, rounds in ready.items()}
+        ready[step] = together(
+            [[part for part in rounds if part.step == step] for rounds in ranks if rounds]
+        )
+    return (
+        ready
+        if is_main()
+        else {step: [joined.bare() for joined in rounds] for step, rounds in ready.items()}
+    )
 
 
 def read_random_states(checkpoint: Path) -> dict[int, str]:
-    """Reads the random states of generating ranks from a checkpoint, by their number in the run."""
+    """Read the random states of generating ranks from a checkpoint, by their number in the run."""
     rounds = chain.from_iterable(read_rounds(checkpoint))
     return {number: state for stored in rounds for number, state in stored.random_states.items()}

@@ -8,7 +8,8 @@ from trainer.rollouts.step_batch import StepBatch
 
 
 class Source(Protocol):
-    """The interface of what provides a training rank's answers. All ranks of a crew make the same calls.
+    """The interface of what provides a training rank's answers. All ranks of a crew make the same
+    calls.
 
         batch = source.produce(Order(step, policy.version, position))
         ...                                 # learns from batch.kept()
@@ -16,17 +17,19 @@ class Source(Protocol):
         rounds = source.evaluate(Order(-1 - step, policy.version, position))
         checkpoint = source.carried()
 
-    `trainer.rollouts.local.LocalSource` samples answers on this rank's engine; `trainer.rollouts.remote.RemoteSource`
-    orders them from engines on other ranks. `trainer.rollouts.journal.Journal` produces steps from either, and keeps
-    their answers on disk.
+    `trainer.rollouts.local.LocalSource` samples answers on this rank's engine;
+    `trainer.rollouts.remote.RemoteSource` orders them from engines on other ranks.
+    `trainer.rollouts.journal.Journal` produces steps from either, and keeps their answers on disk.
     """
 
     @property
     def finished(self) -> int:
-        """The number of answers in this round that this rank's engine has finished. Any thread may read it."""
+        """The number of answers in this round that this rank's engine has finished. Any thread may
+        read it.
+        """
 
     def produce(self, order: Order) -> StepBatch:
-        """Returns the batch of a step. Collective.
+        """Return the batch of a step. Collective.
 
         Raises:
             RemoteError: on all ranks, if an engine failed on one. The order can be repeated.
@@ -36,22 +39,30 @@ class Source(Protocol):
         """
 
     def evaluate(self, order: Order) -> list[Round]:
-        """Returns the rounds of an evaluation, one for each dataset. Collective; raises as `produce`."""
+        """Return the rounds of an evaluation, one for each dataset. Collective; raises as
+        `produce`.
+        """
 
     def replayed(self, order: Order, rounds: list[Round], ahead: bool) -> StepBatch:
-        """Continues as if the order had produced these rounds, and returns their batch. Collective.
+        """Continue as if the order had produced these rounds, and return their batch. Collective.
 
         `ahead`: the next step's will be ordered.
         """
 
     def take_back(self, step: int) -> None:
-        """Undoes an attempt at this step, if an engine's death or SIGTERM has ended one. Collective."""
+        """Undo an attempt at this step, if an engine's death or SIGTERM has ended one.
+        Collective.
+        """
 
     def carried(self) -> bytes:
-        """Packs this rank's answers for a checkpoint. Collective."""
+        """Pack this rank's answers for a checkpoint. Collective."""
 
     def untrained(self) -> list[Answer]:
-        """Returns some answers with tokens of the present version that this step does not train on. Collective."""
+        """Return some answers with tokens of the present version that this step does not train on.
+        Collective.
+        """
 
     def waits_for(self) -> str:
-        """Says what a slow rollout is waiting for; "" if that is not known. Any thread may call it."""
+        """Say what a slow rollout is waiting for; "" if that is not known. Any thread may call
+        it.
+        """

@@ -16,7 +16,8 @@ from trainer.rollouts.round import Order, Round
 
 
 class StepBatch:
-    """The prompts and answers of a step so far, and the number of prompts still missing. The same on all ranks.
+    """The prompts and answers of a step so far, and the number of prompts still missing. The same
+    on all ranks.
 
     A step has one round, or several until enough groups have a signal:
 
@@ -32,8 +33,12 @@ class StepBatch:
         answers: the answers of all ranks; their `prompt_index` is the index in `prompts`.
     """
 
-    def __init__(self, config: TrainConfig, dataset: PromptDataset, lengths: dict[int, int] | None = None) -> None:
-        """`dataset` has the training prompts; `lengths` are `Terms.lengths`, which each round updates."""
+    def __init__(
+        self, config: TrainConfig, dataset: PromptDataset, lengths: dict[int, int] | None = None
+    ) -> None:
+        """Return `dataset` has the training prompts; `lengths` are `Terms.lengths`, which each
+        round updates.
+        """
         self._config = config
         self._dataset = dataset
         self._lengths = lengths
@@ -54,7 +59,8 @@ class StepBatch:
         dataset: PromptDataset,
         lengths: dict[int, int] | None,
     ) -> "StepBatch":
-        """Return the batch of an order whose rounds other ranks have sampled, or this run before a restart. Collective.
+        """Return the batch of an order whose rounds other ranks have sampled, or this run before a
+        restart. Collective.
 
         The arguments after `order` are those of the constructor.
         """
@@ -76,12 +82,16 @@ class StepBatch:
         return self.rounds[-1].position
 
     def seed(self, step: int) -> int:
-        """Return the seed of the next round: the run's at first, then others, which give a prompt new answers."""
+        """Return the seed of the next round: the run's at first, then others, which give a prompt
+        new answers.
+        """
         seed = self._config.run.seed
         return sample_seed(seed, step, -1, len(self.rounds)) if self.rounds else seed
 
     def add(self, sampled: Round) -> None:
-        """Add a round whose answers have been gathered, and decide how many prompts are still missing."""
+        """Add a round whose answers have been gathered, and decide how many prompts are still
+        missing.
+        """
         seed = self._config.run.seed
         prompts = [self._dataset.take(position, 1, seed)[0] for position in sampled.places]
         answers = sampled.answers()
@@ -119,7 +129,9 @@ class StepBatch:
         return answers, groups
 
     def metrics(self) -> Metrics:
-        """Return the number of rounds and those of missing and unused groups, and the metrics of slices, if any."""
+        """Return the number of rounds and those of missing and unused groups, and the metrics of
+        slices, if any.
+        """
         slices = self.rounds[-1].figures
         if not self._selects:
             return dict(slices)

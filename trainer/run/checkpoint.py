@@ -1,4 +1,4 @@
-"""Writes, verifies and loads checkpoints, which are either complete or invisible.
+"""Write, verify and load checkpoints, which are either complete or invisible.
 
     checkpoints/step_40/
         __0_0.distcp, ..., .metadata     the parts' sharded tensors, by torch.distributed.checkpoint
@@ -7,9 +7,10 @@
         carried_0.msgpack, ...           each rank's answers that are not trained on yet, if there are any
         COMPLETE                         written last: the SHA-256 of all other files, in the format of `sha256sum -c`
 
-All files are written to `step_40.tmp` and synced to disk before that folder is renamed, and the marker is written last.
-So the newest folder with a marker can be loaded, whichever process is killed at whichever moment. A different number of
-ranks can load it. Ranks on several machines need a shared folder.
+All files are written to `step_40.tmp` and synced to disk before that folder is renamed, and the
+marker is written last. So the newest folder with a marker can be loaded, whichever process is
+killed at whichever moment. A different number of ranks can load it. Ranks on several machines need
+a shared folder.
 
 `verify` compares a checkpoint with its digests.
 """
@@ -49,11 +50,14 @@ CARRIED_FILES = "carried_*.msgpack"
 _COUNT_LIMIT = 1 << 24  # the largest number of steps and of ranks in a checkpoint
 _REASON_LIMIT = 160  # characters of an error that are quoted in a sentence
 
-Parts = Mapping[str, Stateful]  # the trained parts of a checkpoint by name: the policy and perhaps a critic
+# The trained parts of a checkpoint by name: the policy and perhaps a critic
+Parts = Mapping[str, Stateful]
 
 
 class Damaged(UserError):
-    """A checkpoint is incomplete or differs from what was written; the message names it and the file."""
+    """A checkpoint is incomplete or differs from what was written; the message names it and the
+    file.
+    """
 
 
 @dataclass(frozen=True)
@@ -61,25 +65,30 @@ class Snapshot:
     """A run's state between two steps: this rank's share of a checkpoint."""
 
     step: int
-    tensors: dict[str, Tensor]  # the tensors of the parts' `state_dict`, by dotted paths that begin with a part's name
+    # The tensors of the parts' `state_dict`, by dotted paths that begin with a part's name
+    tensors: dict[str, Tensor]
     random_states: dict[str, Any]  # this rank's random states
     extra: dict[str, Any]  # JSON, equal on all ranks
     carried: bytes = b""  # this rank's answers that are not trained on yet; see `trainer.rollouts.round`
 
     @classmethod
     def take(cls, step: int, parts: Parts, extra: dict[str, Any], carried: bytes = b"") -> Self:
-        """Takes a snapshot of the run as it is now; its tensors are the live ones until `on_host`. Collective."""
+        """Take a snapshot of the run as it is now; its tensors are the live ones until `on_host`.
+        Collective.
+        """
         tensors = dict(_flat({name: part.state_dict() for name, part in parts.items()}))
         extra = extra | {"step": step, "world_size": world_size()}
         return cls(step, tensors, random_states(), extra, carried)
 
     def on_host(self) -> Self:
-        """Returns a snapshot with copies of the tensors in host memory, so that training can continue."""
+        """Return a snapshot with copies of the tensors in host memory, so that training can
+        continue.
+        """
         return replace(self, tensors={name: _host_copy(tensor) for name, tensor in self.tensors.items()})
 
 
 def save(folder: Path, step: int, parts: Parts, extra: dict[str, Any]) -> Path:
-    """Writes `folder`/step_N and returns its path. Collective.
+    """Write `folder`/step_N and return its path. Collective.
 
     `extra` is JSON, to which the step and the number of ranks are added.
     """
@@ -87,9 +96,10 @@ def save(folder: Path, step: int, parts: Parts, extra: dict[str, Any]) -> Path:
 
 
 def write(folder: Path, snapshot: Snapshot, among: Ranks = CREW) -> Path:
-    """Writes a snapshot to `folder`/step_N and returns that path. Collective among these ranks.
+    """Write a snapshot to `folder`/step_N and return that path. Collective among these ranks.
 
-    An error on any rank, such as a full disk, is raised on all ranks and leaves earlier checkpoints unchanged.
+    An error on any rank, such as a full disk, is raised on all ranks and leaves earlier checkpoints
+    unchanged.
     """
     final = folder / f"step_{snapshot.step}"
     temporary = folder / f"step_{snapshot.step}.tmp"
@@ -104,7 +114,8 @@ def write(folder: Path, snapshot: Snapshot, among: Ranks = CREW) -> Path:
         try:
             writer, alone = dcp.FileSystemWriter(temporary, sync_files=True), not dist.is_initialized()
             dcp.save(snapshot.tensors, storage_writer=writer, process_group=among.channel, no_dist=alone)
-        except CheckpointException as failed:  # a BaseException (torch/distributed/checkpoint/api.py) few handlers see
+        except CheckpointException as failed:
+            # a BaseException (torch/distributed/checkpoint/api.py) few handlers see
             who, (error, _) = next(iter(failed.failures.items()))
             raise RuntimeError(f"rank {who}: {type(error).__name__}: {error}") from failed
         write_whole(temporary / f"rank_{rank()}.json", json.dumps(snapshot.random_states))
@@ -123,7 +134,8 @@ def write(folder: Path, snapshot: Snapshot, among: Ranks = CREW) -> Path:
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Compares a checkpoint with its digests, each rank a share of the files, and returns its `extra`. Collective.
+    """Compare a checkpoint with its digests, each rank a share of the files, and return its
+    `extra`. Collective.
 
     Raises Damaged, with the same message on all ranks.
     """
@@ -132,7 +144,11 @@ def verify(path: Path) -> dict[str, Any]:
         extra = read_extra(path)
         digests = _read_digests(path)
         needed = [METADATA, *(f"rank_{number}.json" for number in range(extra["world_size"]))]
-        names = sorted({entry.name for entry in path.iterdir() if _FILES.fullmatch(entry.name)}.union(digests, needed))
+        names = sorted(
+            {entry.name for entry in path.iterdir() if _FILES.fullmatch(entry.name)}.union(
+                digests, needed
+            )
+        )
         if unlisted := set(names) - digests.keys():
             raise ValueError(f"{COMPLETE_MARKER} has no digest of {min(unlisted)}")
         for name in names[rank() :: world_size()]:
@@ -142,11 +158,12 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def load(path: Path, parts: Parts) -> dict[str, Any]:
-    """Loads a checkpoint into the parts, restores this rank's random states, and returns `extra`. Collective.
+    """Load a checkpoint into the parts, restore this rank's random states, and return `extra`.
+    Collective.
 
-    Digests are not compared; see `verify`. Random states are restored only if the number of ranks is that of the saved
-    run. Raises UserError, with the same message on all ranks, if the checkpoint is incomplete, belongs to another
-    model, or cannot be read.
+    Digests are not compared; see `verify`. Random states are restored only if the number of ranks
+    is that of the saved run. Raises UserError, with the same message on all ranks, if the
+    checkpoint is incomplete, belongs to another model, or cannot be read.
     """
     extra: dict[str, Any] = {}
     with _raised_on_all(Damaged, f"checkpoint {path} cannot be read"):
@@ -167,15 +184,23 @@ def load(path: Path, parts: Parts) -> dict[str, Any]:
 
 
 def read_extra(path: Path) -> dict[str, Any]:
-    """Reads the `extra` that a checkpoint was saved with. Raises Damaged if the checkpoint is incomplete or damaged."""
+    """Read the `extra` that a checkpoint was saved with. Raises Damaged if the checkpoint is
+    incomplete or damaged.
+    """
     if not is_complete(path):
         newest = latest_complete(path.parent)
-        remedy = f"the newest complete one there is {newest}" if newest else "there is no complete one beside it"
+        remedy = (
+            f"the newest complete one there is {newest}"
+            if newest
+            else "there is no complete one beside it"
+        )
         raise Damaged(f"checkpoint {path} does not exist or was not finished; {remedy}")
     try:
         _check_digest(path, _EXTRA, _read_digests(path))
         extra = _read_json(path / _EXTRA)
-        counts = [extra.get(key) for key in ("step", "world_size")] if isinstance(extra, dict) else [None]
+        counts = (
+            [extra.get(key) for key in ("step", "world_size")] if isinstance(extra, dict) else [None]
+        )
         if not all(type(count) is int and 0 <= count < _COUNT_LIMIT for count in counts):
             raise ValueError(f"{_EXTRA} does not have the step and the number of ranks")
     except (OSError, ValueError) as error:
@@ -184,20 +209,22 @@ def read_extra(path: Path) -> dict[str, Any]:
 
 
 def all_complete(folder: Path) -> list[Path]:
-    """Lists the complete checkpoints that rank 0 finds, the newest first. Collective."""
+    """List the complete checkpoints that rank 0 finds, the newest first. Collective."""
     return [folder / name for name in exchange([path.name for path in _complete(folder)])[0]]
 
 
 def latest_complete(folder: Path) -> Path | None:
-    """Returns the complete checkpoint with the largest step, or None."""
+    """Return the complete checkpoint with the largest step, or None."""
     return next(iter(_complete(folder)), None)
 
 
 def prune(folder: Path, keep: int, keep_best: int = 0, metric: str = "") -> None:
-    """Deletes all complete checkpoints except the newest `keep` and the best `keep_best`; the newest one always stays.
+    """Delete all complete checkpoints except the newest `keep` and the best `keep_best`; the newest
+    one always stays.
 
-    The best have the largest `metric`, or the smallest if its name begins with "-". A checkpoint without it, or with
-    NaN, is never among them; of equal ones the newer is better. Only rank 0 deletes.
+    The best have the largest `metric`, or the smallest if its name begins with "-". A checkpoint
+    without it, or with NaN, is never among them; of equal ones the newer is better. Only rank 0
+    deletes.
     """
     if not is_main():
         return
@@ -209,9 +236,11 @@ def prune(folder: Path, keep: int, keep_best: int = 0, metric: str = "") -> None
 
 
 def drop_later(folder: Path, step: int) -> None:
-    """Deletes checkpoints of steps after `step`, which exist if a run has started over or resumed from an older one.
+    """Delete checkpoints of steps after `step`, which exist if a run has started over or resumed
+    from an older one.
 
-    Otherwise they would remain the newest, and the next start would resume from them. Only rank 0 deletes.
+    Otherwise they would remain the newest, and the next start would resume from them. Only rank 0
+    deletes.
     """
     if is_main():
         for path in _complete(folder):
@@ -220,43 +249,49 @@ def drop_later(folder: Path, step: int) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Deletes folders without a COMPLETE marker, which a killed run has left, and prints a line for each.
+    """Delete folders without a COMPLETE marker, which a killed run has left, and print a line for
+    each.
 
-    Links stay: the user made them, and their targets may be unavailable only for now. Only rank 0 deletes.
+    Links stay: the user made them, and their targets may be unavailable only for now. Only rank 0
+    deletes.
     """
     if is_main() and folder.is_dir():
         for path in sorted(folder.iterdir()):
-            unfinished = re.fullmatch(r"step_\d+(\.tmp|\.old\.tmp)?", path.name) and not is_complete(path)
+            unfinished = re.fullmatch(r"step_\d+(\.tmp|\.old\.tmp)?", path.name) and not is_complete(
+                path
+            )
             if unfinished and not path.is_symlink():
                 say(f"removing {path}, which a killed run has left unfinished")
                 shutil.rmtree(path)
 
 
 def _complete(folder: Path) -> list[Path]:
-    """Lists the complete checkpoints in a folder, the newest first."""
+    """List the complete checkpoints in a folder, the newest first."""
     paths = filter(is_complete, folder.glob("step_*"))
     return sorted(paths, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 
 def is_complete(path: Path) -> bool:
-    """Returns True for the folder of a complete checkpoint."""
+    """Return True for the folder of a complete checkpoint."""
     return re.fullmatch(r"step_\d+", path.name) is not None and (path / COMPLETE_MARKER).is_file()
 
 
 def _delete(path: Path) -> None:
-    """Deletes a checkpoint; if it is a link, only the link."""
+    """Delete a checkpoint; if it is a link, only the link."""
     if not path.is_symlink():
         (path / COMPLETE_MARKER).unlink()  # first, so that a half-deleted folder does not look complete
     _clear(path, ignore_errors=False)
 
 
 def _clear(path: Path, ignore_errors: bool = True) -> None:
-    """Deletes a folder, or a link to a folder."""
+    """Delete a folder, or a link to a folder."""
     path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors)
 
 
 def _merit(path: Path, metric: str) -> float | None:
-    """Returns the value by which checkpoints are ranked, where larger is better; None if it has none."""
+    """Return the value by which checkpoints are ranked, where larger is better; None if it has
+    none.
+    """
     try:
         metrics = read_extra(path).get("metrics")
     except Damaged:
@@ -268,27 +303,37 @@ def _merit(path: Path, metric: str) -> float | None:
 
 
 def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of nested dictionaries with dotted paths, which torch.distributed.checkpoint uses as names."""
+    """Yield the tensors of nested dictionaries with dotted paths, which
+    torch.distributed.checkpoint uses as names.
+    """
     for key, value in state.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
         elif isinstance(value, Tensor):
             yield f"{prefix}{key}", value
         else:
-            raise TypeError(f"{prefix}{key} is a {type(value).__name__}, but a checkpoint can only contain tensors")
+            raise TypeError(
+                f"{prefix}{key} is a {type(value).__name__}, but a checkpoint can only contain tensors"
+            )
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):  # from_local (torch/distributed/tensor/_api.py) would move it to the mesh's device
-        return DTensor(tensor.to_local().detach().to("cpu", copy=True), tensor._spec, requires_grad=False)
+    if isinstance(tensor, DTensor):
+        # from_local (torch/distributed/tensor/_api.py) would move it to the mesh's device
+        return DTensor(
+            tensor.to_local().detach().to("cpu", copy=True), tensor._spec, requires_grad=False
+        )
     return tensor.detach().to("cpu", copy=True)
 
 
 def _publish(temporary: Path, final: Path, digests: str) -> None:
-    """Renames a folder, whose files are on disk already, to its final name, and then marks it as complete."""
+    """Rename a folder, whose files are on disk already, to its final name, and then mark it as
+    complete.
+    """
     replaced = final.with_name(f"{final.name}.old.tmp")
     _clear(replaced)
-    if os.path.lexists(final):  # the run has started over; a folder cannot be renamed onto a non-empty one
+    if os.path.lexists(final):
+        # the run has started over; a folder cannot be renamed onto a non-empty one
         final.rename(replaced)
     _sync(temporary)
     temporary.rename(final)
@@ -299,7 +344,9 @@ def _publish(temporary: Path, final: Path, digests: str) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Syncs a folder's entries to disk: a synced file would still be lost if its name were not on disk."""
+    """Sync a folder's entries to disk: a synced file would still be lost if its name were not on
+    disk.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -308,13 +355,13 @@ def _sync(folder: Path) -> None:
 
 
 def _digest_line(folder: Path, name: str) -> str:
-    """Returns the line that `sha256sum --binary` prints for a file."""
+    """Return the line that `sha256sum --binary` prints for a file."""
     with (folder / name).open("rb") as file:
         return f"{hashlib.file_digest(file, 'sha256').hexdigest()} *{name}\n"
 
 
 def _read_digests(path: Path) -> dict[str, str]:
-    """Reads the marker's lines by file name."""
+    """Read the marker's lines by file name."""
     lines = (path / COMPLETE_MARKER).read_bytes().splitlines(keepends=True)
     digests = {line[66:-1].decode(errors="replace"): line.decode(errors="replace") for line in lines}
     if bad := next((name for name in digests if not _FILES.fullmatch(name)), None):
@@ -336,18 +383,25 @@ def _read_json(path: Path) -> Any:
 
 @contextmanager
 def _raised_on_all(kind: type[UserError], beginning: str) -> Iterator[None]:
-    """Raises an error in the block on any rank as `kind` on all ranks, with the sentence of the first failed rank."""
+    """Raise an error in the block on any rank as `kind` on all ranks, with the sentence of the
+    first failed rank.
+    """
     problem, cause = "", None
     try:
         yield
     except Exception as error:
-        problem, cause = str(error) if isinstance(error, UserError) else f"{beginning}: {_phrase(error)}", error
+        problem, cause = (
+            str(error) if isinstance(error, UserError) else f"{beginning}: {_phrase(error)}",
+            error,
+        )
     if sentence := next(filter(None, exchange(problem.encode(errors="replace").decode())), ""):
         raise kind(sentence) from cause
 
 
 def _phrase(error: Exception) -> str:
-    """Describes an error in a few words: the file and the reason, or the first sentence of its message."""
+    """Describe an error in a few words: the file and the reason, or the first sentence of its
+    message.
+    """
     if isinstance(error, OSError) and error.filename:
         return f"{Path(error.filename).name}: {error.strerror}"
     text = re.split(r"\n|\. ", str(error), maxsplit=1)[0][:_REASON_LIMIT]
@@ -355,7 +409,7 @@ def _phrase(error: Exception) -> str:
 
 
 def random_states() -> dict[str, Any]:
-    """Returns the random states of Python, NumPy, torch and this rank's CUDA device, as JSON."""
+    """Return the random states of Python, NumPy, torch and this rank's CUDA device, as JSON."""
     _, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     states = {
         "python": random.getstate(),
@@ -368,7 +422,9 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any], name: str) -> None:
-    """Restores the states that `random_states` returned. Raises ValueError, naming their origin `name`."""
+    """Restore the states that `random_states` returned. Raises ValueError, naming their origin
+    `name`.
+    """
 
     def as_tensor(digits: str) -> Tensor:
         return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)

@@ -1,10 +1,11 @@
-"""Reads the tensors of a checkpoint without executing anything in its files, whoever wrote them.
+"""Read the tensors of a checkpoint without executing anything in its files, whoever wrote them.
 
-torch.distributed.checkpoint stores its table of tensors, `.metadata`, as a pickle. Its own reader unpickles that table
-without restriction, and so each entry that the table declares as bytes (torch 2.13: `FileSystemReader.read_metadata`,
-`DefaultLoadPlanner.load_bytes`). Here stand-ins replace the table's classes and only store their state. The state is
-checked, and a new table that contains only tensors is built from it. The tensors themselves are read by
-torch.distributed with `torch.load(weights_only=True)`.
+torch.distributed.checkpoint stores its table of tensors, `.metadata`, as a pickle. Its own reader
+unpickles that table without restriction, and so each entry that the table declares as bytes (torch
+2.13: `FileSystemReader.read_metadata`, `DefaultLoadPlanner.load_bytes`). Here stand-ins replace the
+table's classes and only store their state. The state is checked, and a new table that contains only
+tensors is built from it. The tensors themselves are read by torch.distributed with
+`torch.load(weights_only=True)`.
 """
 
 import io
@@ -33,14 +34,17 @@ SHARDS = r"__\d+_\d+\.distcp"  # names of the files that hold tensors
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Reads the table of a checkpoint's tensors: their dtypes, shapes, and the places of their pieces.
+    """Read the table of a checkpoint's tensors: their dtypes, shapes, and the places of their
+    pieces.
 
     Raises ValueError, with a phrase about `.metadata`, if the file is not such a table.
     """
     try:
         with (folder / METADATA).open("rb") as file:
             table = _TableUnpickler(file).load().state
-        tensors = {str(name): _tensor(name, entry) for name, entry in table["state_dict_metadata"].items()}
+        tensors = {
+            str(name): _tensor(name, entry) for name, entry in table["state_dict_metadata"].items()
+        }
         places = dict(_place(index, place) for index, place in table["storage_data"].items())
         for name, tensor in tensors.items():
             for chunk in tensor.chunks:
@@ -55,10 +59,11 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def misfit(metadata: Metadata, tensors: Mapping[str, Tensor]) -> str:
-    """Describe the first difference between `tensors` and those of a checkpoint; "" if they are the same.
+    """Describe the first difference between `tensors` and those of a checkpoint; "" if they are the
+    same.
 
-    A tensor may be missing there, have another shape or dtype, or be there alone. Parts of a checkpoint, such as a
-    critic, of which `tensors` has nothing at all are not compared.
+    A tensor may be missing there, have another shape or dtype, or be there alone. Parts of a
+    checkpoint, such as a critic, of which `tensors` has nothing at all are not compared.
     """
     for name, tensor in tensors.items():
         entry = metadata.state_dict_metadata.get(name)
@@ -75,7 +80,9 @@ def misfit(metadata: Metadata, tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_tensors(folder: Path, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
-    """Reads a checkpoint into tensors of equal shapes, in place; sharded ones get this rank's part. Not collective."""
+    """Read a checkpoint into tensors of equal shapes, in place; sharded ones get this rank's part.
+    Not collective.
+    """
     reader, planner = FileSystemReader(folder), _TensorPlanner(False, False)
     planner.set_up_planner(tensors, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
@@ -83,7 +90,9 @@ def read_tensors(folder: Path, metadata: Metadata, tensors: dict[str, Tensor]) -
 
 
 class _Refused(Exception):
-    """The table contains something that this trainer never writes; the message is a phrase after the file's name."""
+    """The table contains something that this trainer never writes; the message is a phrase after
+    the file's name.
+    """
 
 
 def _require(condition: object, otherwise: str) -> None:
@@ -102,7 +111,9 @@ class _Record:
 
 
 class _TableUnpickler(pickle.Unpickler):
-    """Unpickles a table with stand-ins for its classes, new ones each time, so that a pickle cannot change them."""
+    """Unpickles a table with stand-ins for its classes, new ones each time, so that a pickle cannot
+    change them.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" in TABLE_CLASSES:
@@ -113,23 +124,38 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def _tensor(name: Any, entry: Any) -> TensorStorageMetadata:
-    _require(type(entry).__name__ == "TensorStorageMetadata", f"declares {name} as something other than a tensor")
+    _require(
+        type(entry).__name__ == "TensorStorageMetadata",
+        f"declares {name} as something other than a tensor",
+    )
     size, dtype = entry.state["size"], entry.state["properties"].state[0]
-    chunks = [ChunkStorageMetadata(chunk.state["offsets"], chunk.state["sizes"]) for chunk in entry.state["chunks"]]
+    chunks = [
+        ChunkStorageMetadata(chunk.state["offsets"], chunk.state["sizes"])
+        for chunk in entry.state["chunks"]
+    ]
     shapes = [size, *(shape for chunk in chunks for shape in (chunk.offsets, chunk.sizes))]
-    plain = type(name) is str and type(dtype) is torch.dtype and all(type(shape) is torch.Size for shape in shapes)
+    plain = (
+        type(name) is str
+        and type(dtype) is torch.dtype
+        and all(type(shape) is torch.Size for shape in shapes)
+    )
     _require(plain, f"has no dtype and shapes for {name}")
     _require(_rows_are_whole(size, chunks), f"has not all rows of {name} once")
     return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
 
 
 def _rows_are_whole(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
-    """Returns True if the pieces are consecutive rows that cover the tensor, which is how both backends shard it."""
+    """Return True if the pieces are consecutive rows that cover the tensor, which is how both
+    backends shard it.
+    """
     if not size:
         return [(chunk.offsets, chunk.sizes) for chunk in chunks] == [((), ())]
     end = 0
     for chunk in sorted(chunks, key=lambda chunk: (chunk.offsets[:1], chunk.sizes[:1])):
-        if (chunk.offsets, chunk.sizes) != ((end, *[0] * (len(size) - 1)), (*chunk.sizes[:1], *size[1:])):
+        if (chunk.offsets, chunk.sizes) != (
+            (end, *[0] * (len(size) - 1)),
+            (*chunk.sizes[:1], *size[1:]),
+        ):
             return False
         end += chunk.sizes[0]
     return end == size[0] and all(chunk.sizes[0] >= 0 for chunk in chunks)
@@ -138,7 +164,9 @@ def _rows_are_whole(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> boo
 def _place(index: Any, place: Any) -> tuple[MetadataIndex, _StorageInfo]:
     name, offsets = index.state["fqn"], index.state["offset"]
     file, start, length = (place.state[key] for key in ("relative_path", "offset", "length"))
-    plain = type(name) is str and type(offsets) is torch.Size and type(start) is int and type(length) is int
+    plain = (
+        type(name) is str and type(offsets) is torch.Size and type(start) is int and type(length) is int
+    )
     _require(plain and start >= 0 and length >= 0, f"does not say where {name} lies")
     _require(type(file) is str and re.fullmatch(SHARDS, file), f"looks for {name} in another file")
     _require(not place.state.get("transform_descriptors"), f"has {name} transformed")

@@ -27,7 +27,7 @@ def export_and_report(
     screen: Progress,
     answers: list[dict[str, Any]],
 ) -> None:
-    """Exports the model, writes the summary, and prints the report. Collective; rank 0 writes.
+    """Export the model, write the summary, and print the report. Collective; rank 0 writes.
 
     `answers` are rows of the latest evaluation or step, for the report.
     """
@@ -50,7 +50,9 @@ def export_and_report(
     export(config, policy, tokenizer, tell)
 
 
-def export(config: TrainConfig, policy: Policy, tokenizer: PreTrainedTokenizerBase, tell: Callable[[], None]) -> None:
+def export(
+    config: TrainConfig, policy: Policy, tokenizer: PreTrainedTokenizerBase, tell: Callable[[], None]
+) -> None:
     """Write the model, and then call `tell` on rank 0. Collective; rank 0 writes."""
     folder = config.run.folder
     if config.checkpoint.export_hf:
@@ -73,7 +75,10 @@ def _report(config: TrainConfig, state: RunState, answers: list[dict[str, Any]])
     accuracy = series(rows, "eval/accuracy")[1]
 
     def largest(prefix: str) -> float:
-        return max((v for row in rows for k, v in row.items() if k.startswith(prefix) and v is not None), default=0.0)
+        return max(
+            (v for row in rows for k, v in row.items() if k.startswith(prefix) and v is not None),
+            default=0.0,
+        )
 
     return Report(
         steps=state.step,
@@ -84,7 +89,10 @@ def _report(config: TrainConfig, state: RunState, answers: list[dict[str, Any]])
         answers=answers,
         memory={
             "trainer": {"at its peak": largest("memory/trainer_gib")},
-            "engine": {"awake": largest("memory/engine_gib_awake"), "asleep": largest("memory/engine_gib_asleep")},
+            "engine": {
+                "awake": largest("memory/engine_gib_awake"),
+                "asleep": largest("memory/engine_gib_asleep"),
+            },
         },
         paths=paths,
         max_gap=state.largest_gap,

@@ -1,17 +1,21 @@
-"""Resumes a run from its checkpoint, saves it while it trains, and ends it in order when it is asked to end.
+"""Resumes a run from its checkpoint, saves it while it trains, and ends it in order when it is
+asked to end.
 
-Resuming. Each checkpoint contains the run's identity: its data, model and algorithm. It is compared when a run resumes.
-It excludes keys that change how a run is computed but not its results (ranks, micro-batches, backend, engine), and keys
-that people change on purpose between two sessions (run.steps, policy.lr, evaluation).
+Resuming. Each checkpoint contains the run's identity: its data, model and algorithm. It is compared
+when a run resumes. It excludes keys that change how a run is computed but not its results (ranks,
+micro-batches, backend, engine), and keys that people change on purpose between two sessions
+(run.steps, policy.lr, evaluation).
 
-Writing. A thread writes while training continues, one checkpoint at a time. `save` copies the sharded tensors to host
-memory, each rank its share of the checkpoint, and returns; the thread writes this copy. The thread's exchanges between
-ranks have a process group of their own, since two threads that use one group would mix up each other's messages.
+Writing. A thread writes while training continues, one checkpoint at a time. `save` copies the
+sharded tensors to host memory, each rank its share of the checkpoint, and returns; the thread
+writes this copy. The thread's exchanges between ranks have a process group of their own, since two
+threads that use one group would mix up each other's messages.
 
-Leaving. A SIGTERM on any rank, which clusters send some time before they kill, reaches all ranks within half a second.
-They agree on it at the end of the step, save and leave together. A step whose rollouts are still running when half of
-`checkpoint.grace_s` is over is abandoned, which leaves the policy as it was after the previous step. An update or an
-evaluation is finished. A run that takes longer than the grace period ends without saving again.
+Leaving. A SIGTERM on any rank, which clusters send some time before they kill, reaches all ranks
+within half a second. They agree on it at the end of the step, save and leave together. A step whose
+rollouts are still running when half of `checkpoint.grace_s` is over is abandoned, which leaves the
+policy as it was after the previous step. An update or an evaluation is finished. A run that takes
+longer than the grace period ends without saving again.
 """
 
 import hashlib
@@ -46,7 +50,8 @@ from trainer.run.watchdog import Watchdog
 
 _SAMPLE_BYTES = 1 << 16
 
-# JSON values by key: the digests of data, model and tokenizer, and the recipe's values by dotted key.
+# JSON values by key: the digests of data, model and tokenizer, and the recipe's values by dotted
+# key.
 Identity = dict[str, Any]
 
 
@@ -57,30 +62,36 @@ class RunState:
     step: int = 0  # number of steps done
     prompts: int = 0  # number of training prompts taken so far; the next step continues there
     seconds: float = 0.0  # total time of all steps, over all sessions of the run
-    largest_gap: float | None = None  # over all steps, nats; NaN if one was NaN; None before any was measured
+    # Over all steps, nats; NaN if one was NaN; None before any was measured
+    largest_gap: float | None = None
     syncs_verified: int = 0
     eval_before: float | None = None  # mean reward on held-out prompts in the first evaluation
     eval_after: float | None = None  # mean reward on held-out prompts in the latest evaluation
-    shortcuts: dict[str, bool] = field(default_factory=dict)  # which of those tried stay (`trainer.learning.proof`)
-    stop_token_ids: list[int] = field(default_factory=list)  # tokens besides EOS at which the run's answers end
-    lengths: dict[int, int] = field(default_factory=dict)  # last answer length by prompt id; see `longest_answers`
+    # Which of those tried stay (`trainer.learning.proof`)
+    shortcuts: dict[str, bool] = field(default_factory=dict)
+    # Tokens besides EOS at which the run's answers end
+    stop_token_ids: list[int] = field(default_factory=list)
+    # Last answer length by prompt id; see `longest_answers`
+    lengths: dict[int, int] = field(default_factory=dict)
 
     def count_step(self, metrics: dict[str, float]) -> None:
-        """Counts a finished step with these metrics."""
+        """Count a finished step with these metrics."""
         self.step += 1
         self.seconds += metrics["time/step"]
         gaps = [gap for gap in (self.largest_gap, metrics.get("gap/max")) if gap is not None]
         self.largest_gap = math.nan if any(map(math.isnan, gaps)) else max(gaps, default=None)
 
     def count_evaluation(self, reward: float) -> None:
-        """Counts a finished evaluation with this mean reward."""
+        """Count a finished evaluation with this mean reward."""
         self.eval_after = reward
         if self.eval_before is None:
             self.eval_before = reward
 
 
 def run_identity(config: TrainConfig, fingerprint: str, tokenizer: PreTrainedTokenizerBase) -> Identity:
-    """Returns the identity of a run; `fingerprint` is the fingerprint of its training data (`PromptDataset`)."""
+    """Return the identity of a run; `fingerprint` is the fingerprint of its training data
+    (`PromptDataset`).
+    """
     return {
         "data": fingerprint,
         "model": model_digest(resolve_folder(config.model.path)),
@@ -90,9 +101,12 @@ def run_identity(config: TrainConfig, fingerprint: str, tokenizer: PreTrainedTok
 
 
 def model_digest(folder: Path) -> str:
-    """Returns a digest of config.json and of a sample of the weights: each file's size, start, middle and end."""
+    """Return a digest of config.json and of a sample of the weights: each file's size, start,
+    middle and end.
+    """
     config = json.loads((folder / "config.json").read_bytes())
-    kept = config.keys() - {"_name_or_path", "transformers_version"}  # these change when the model is saved again
+    # These change when the model is saved again
+    kept = config.keys() - {"_name_or_path", "transformers_version"}
     pieces = [json.dumps({key: config[key] for key in sorted(kept)}).encode()]
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
@@ -109,40 +123,60 @@ def _digest(content: bytes) -> str:
 
 
 def _compared_keys(config: dict[str, Any]) -> Identity:
-    """Returns the values of a recipe that have to be equal for a run to resume; `config` is the recipe's JSON."""
-    recipe = {f"{section}.{name}": value for section, values in config.items() for name, value in values.items()}
+    """Return the values of a recipe that have to be equal for a run to resume; `config` is the
+    recipe's JSON.
+    """
+    recipe = {
+        f"{section}.{name}": value
+        for section, values in config.items()
+        for name, value in values.items()
+    }
     del recipe["algorithm.preset"]  # the keys that it sets are compared instead
-    compared = [key for key in recipe if key in IDENTITY_KEYS or key.partition(".")[0] in IDENTITY_SECTIONS]
+    compared = [
+        key for key in recipe if key in IDENTITY_KEYS or key.partition(".")[0] in IDENTITY_SECTIONS
+    ]
     return {key: recipe[key] for key in compared}
 
 
 def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowed: list[str]) -> None:
-    """Raises UserError if the checkpoint at `path` belongs to a run with another identity.
+    """Raise UserError if the checkpoint at `path` belongs to a run with another identity.
 
-    With other data, another model or another algorithm it would be another experiment. A key that did not exist when
-    the checkpoint was saved counts as its default. `extra` is the checkpoint's; `allowed` are keys, or sections of
-    keys, that may differ (`checkpoint.resume_anyway`). The message does not quote values of kwargs.
+    With other data, another model or another algorithm it would be another experiment. A key that
+    did not exist when the checkpoint was saved counts as its default. `extra` is the checkpoint's;
+    `allowed` are keys, or sections of keys, that may differ (`checkpoint.resume_anyway`). The
+    message does not quote values of kwargs.
     """
     if not isinstance(extra.get("identity"), dict):
         raise UserError(
-            f"{path} does not say which data, model and algorithm it belongs to, since an older version has saved it: "
-            "start over with another run.name, or with checkpoint.resume=none"
+            f"{path} does not say which data, model and algorithm it belongs to, since an older "
+            "version has saved it: start over with another run.name, or with checkpoint.resume=none"
         )
     for_sft = "sft.batch_size" in identity
     if for_sft != ("sft.batch_size" in extra["identity"]):
         made, asked = ("train", "sft") if for_sft else ("sft", "train")
         raise UserError(
-            f"{path} was saved by hotbunk {made}, and hotbunk {asked} cannot resume from it: give this run another "
-            "run.name, or start over with checkpoint.resume=none"
+            f"{path} was saved by hotbunk {made}, and hotbunk {asked} cannot resume from it: give this "
+            "run another run.name, or start over with checkpoint.resume=none"
         )
-    defaults = _compared_keys(TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}}).recorded())
+    defaults = _compared_keys(
+        TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}}).recorded()
+    )
     saved = {key: value for key, value in defaults.items() if key in identity} | extra["identity"]
     changed: dict[str, str] = {}
     for key in saved | identity:
-        if saved.get(key, "?") == identity.get(key, "?") or key in allowed or key.partition(".")[0] in allowed:
+        if (
+            saved.get(key, "?") == identity.get(key, "?")
+            or key in allowed
+            or key.partition(".")[0] in allowed
+        ):
             continue
-        values = [json.dumps(masked(of[key], hidden="kwargs")) if key in of else "unknown" for of in (saved, identity)]
-        was, now = ("***" if "${" in json.dumps(identity.get(key)) else shortened(value, 50) for value in values)
+        values = [
+            json.dumps(masked(of[key], hidden="kwargs")) if key in of else "unknown"
+            for of in (saved, identity)
+        ]
+        was, now = (
+            "***" if "${" in json.dumps(identity.get(key)) else shortened(value, 50) for value in values
+        )
         changed[key] = f"{key} = {was} (now {now})"
     if changed:
         raise UserError(
@@ -152,11 +186,12 @@ def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowe
 
 
 def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | None, RunState]:
-    """Finds and verifies the checkpoint that the run resumes from. Collective.
+    """Find and verify the checkpoint that the run resumes from. Collective.
 
-    Returns its path and the state in it, or None and a new state if the run starts from the beginning. Damaged
-    checkpoints of the run are reported and skipped. Raises UserError if the checkpoint asked for is damaged, if all are
-    damaged, or if the newest sound one has another identity (unless checkpoint.resume_anyway permits it).
+    Returns its path and the state in it, or None and a new state if the run starts from the
+    beginning. Damaged checkpoints of the run are reported and skipped. Raises UserError if the
+    checkpoint asked for is damaged, if all are damaged, or if the newest sound one has another
+    identity (unless checkpoint.resume_anyway permits it).
     """
     folder, wanted = config.run.folder / "checkpoints", config.checkpoint.resume
     with agreed("removing unfinished checkpoints"):
@@ -176,7 +211,9 @@ def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | Non
         try:
             state = msgspec.convert(extra["state"], RunState, str_keys=True)
         except (KeyError, msgspec.ValidationError) as error:
-            raise UserError(f"{path} was saved by another version of Hotbunk: in extra.json, state: {error}") from error
+            raise UserError(
+                f"{path} was saved by another version of Hotbunk: in extra.json, state: {error}"
+            ) from error
         if extra["identity"].get("data") != identity["data"]:
             state.prompts, state.lengths = 0, {}  # positions and ids mean nothing in other data
         passed_over = ", the newest sound checkpoint" if path != candidates[0] else ""
@@ -184,16 +221,17 @@ def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | Non
         return path, state
     if candidates:
         raise UserError(
-            f"no checkpoint in {folder} is sound (see above): restore one from a copy, or start over with "
-            "checkpoint.resume=none"
+            f"no checkpoint in {folder} is sound (see above): restore one from a copy, or start over "
+            "with checkpoint.resume=none"
         )
     return None, RunState()
 
 
 def make_run_tracker(config: TrainConfig, state: RunState) -> NullTracker:
-    """Opens the run's records and trackers, and writes its recipe beside them.
+    """Open the run's records and trackers, and write its recipe beside them.
 
-    Trackers get the recipe with secrets masked. Metrics of steps after the state's step are dropped.
+    Trackers get the recipe with secrets masked. Metrics of steps after the state's step are
+    dropped.
     """
     run, recipe, patience = config.run, masked(config.recorded()), config.checkpoint.patience_s
     tracker = make_tracker(run.folder, recipe, run.name, config.tracking, state.step or None, patience)
@@ -203,10 +241,14 @@ def make_run_tracker(config: TrainConfig, state: RunState) -> NullTracker:
 
 
 class CheckpointWriter:
-    """Writes checkpoints into one folder, and deletes those that `checkpoint.keep` and `keep_best` do not keep."""
+    """Writes checkpoints into one folder, and deletes those that `checkpoint.keep` and `keep_best`
+    do not keep.
+    """
 
     def __init__(self, folder: Path, config: CheckpointConfig, timeout: float) -> None:
-        """Creates the writing thread and its process group. Collective. A checkpoint may take `timeout` seconds."""
+        """Create the writing thread and its process group. Collective. A checkpoint may take
+        `timeout` seconds.
+        """
         self._folder = folder
         self._config = config
         self._timeout = timeout
@@ -215,11 +257,18 @@ class CheckpointWriter:
         self._writing: Future[None] | None = None
 
     def save(
-        self, step: int, parts: checkpoint.Parts, extra: dict[str, Any], metrics: dict[str, float], carried: bytes = b""
+        self,
+        step: int,
+        parts: checkpoint.Parts,
+        extra: dict[str, Any],
+        metrics: dict[str, float],
+        carried: bytes = b"",
     ) -> None:
-        """Saves the run as it is now; returns when it is copied or, with `checkpoint.background: false`, written.
+        """Save the run as it is now; return when it is copied or, with `checkpoint.background:
+        false`, written.
 
-        Collective. Waits for the previous checkpoint first, and raises that one's failure on all ranks.
+        Collective. Waits for the previous checkpoint first, and raises that one's failure on all
+        ranks.
         """
         self.wait()
         check_best_metric(self._config, step, metrics)
@@ -234,34 +283,49 @@ class CheckpointWriter:
     @property
     def failed(self) -> bool:
         """True if the latest checkpoint could not be written; `wait` then raises the error."""
-        return self._writing is not None and self._writing.done() and self._writing.exception() is not None
+        return (
+            self._writing is not None and self._writing.done() and self._writing.exception() is not None
+        )
 
     def wait(self) -> None:
-        """Waits until the checkpoint under way, if any, is complete on all ranks; raises its failure on all ranks."""
+        """Wait until the checkpoint under way, if any, is complete on all ranks; raise its failure
+        on all ranks.
+        """
         writing, self._writing = self._writing, None
         if writing is None:
             return
         if not wait([writing], self._timeout).done:
-            raise TimeoutError(f"the checkpoint in {self._folder} is not written after {self._timeout:.0f} s")
+            raise TimeoutError(
+                f"the checkpoint in {self._folder} is not written after {self._timeout:.0f} s"
+            )
         writing.result()
 
     def close(self) -> None:
-        """Finishes the checkpoint under way, however the run ends, so that finished steps are not lost."""
+        """Finish the checkpoint under way, however the run ends, so that finished steps are not
+        lost.
+        """
         try:
             self.wait()
-        except Exception as error:  # the run may be ending with another error, which must not be replaced
+        except Exception as error:
+            # the run may be ending with another error, which must not be replaced
             print(f"[hotbunk] the last checkpoint was not written: {error}", file=sys.stderr)
 
     def _write(self, snapshot: checkpoint.Snapshot) -> None:
         patience = min(self._config.patience_s, self._timeout / 2)
-        patiently(partial(checkpoint.write, self._folder, snapshot, self._ranks), f"step_{snapshot.step}", patience)
+        patiently(
+            partial(checkpoint.write, self._folder, snapshot, self._ranks),
+            f"step_{snapshot.step}",
+            patience,
+        )
         with agreed("checkpoint (tidy)", among=self._ranks):
             checkpoint.drop_later(self._folder, snapshot.step)
-            checkpoint.prune(self._folder, self._config.keep, self._config.keep_best, self._config.best_metric)
+            checkpoint.prune(
+                self._folder, self._config.keep, self._config.keep_best, self._config.best_metric
+            )
 
 
 def check_best_metric(config: CheckpointConfig, step: int, metrics: dict[str, float]) -> None:
-    """Raises UserError if checkpoint.best_metric names a metric that the run does not have.
+    """Raise UserError if checkpoint.best_metric names a metric that the run does not have.
 
     Metrics of evaluations (eval/…) may be missing in steps without an evaluation.
     """
@@ -285,9 +349,11 @@ class Keeper:
         identity: Identity,
         carried: Callable[[], bytes] = bytes,
     ) -> None:
-        """Prepares to save the run's `state`, its trained `parts`, and this rank's answers. Collective.
+        """Prepare to save the run's `state`, its trained `parts`, and this rank's answers.
+        Collective.
 
-        `carried()` is called at each save; it packs this rank's answers that have not been trained on.
+        `carried()` is called at each save; it packs this rank's answers that have not been trained
+        on.
         """
         self._carried = carried
         self._config = config.checkpoint
@@ -301,14 +367,15 @@ class Keeper:
         self._metrics: dict[str, float] = {}
 
     def hold_signals(self, *numbers: signal.Signals) -> None:
-        """Delays the effect of these signals from now on, so that there is time to save."""
+        """Delay the effect of these signals from now on, so that there is time to save."""
         if self._config.grace_s:
             processes.hold_signals(self._config.grace_s, self._watchdog.call_all, numbers)
 
     def step_done(self, metrics: dict[str, float]) -> None:
-        """Saves if a checkpoint is due, and leaves if any rank was asked to end. Collective.
+        """Save if a checkpoint is due, and leave if any rank was asked to end. Collective.
 
-        Call it after a step's row is written. Raises on all ranks if the previous checkpoint could not be written.
+        Call it after a step's row is written. Raises on all ranks if the previous checkpoint could
+        not be written.
         """
         self._metrics = metrics
         if self._config.every and self._state.step % self._config.every == 0:
@@ -321,27 +388,27 @@ class Keeper:
             self.leave()
 
     def save(self) -> None:
-        """Begins a checkpoint of the run as it is now, unless this step has one. Collective."""
+        """Begin a checkpoint of the run as it is now, unless this step has one. Collective."""
         if self._saved != self._state.step:
             extra = {"state": asdict(self._state), "identity": self._identity}
             self._writer.save(self._state.step, self._parts, extra, self._metrics, self._carried())
             self._saved = self._state.step
 
     def finish(self) -> None:
-        """Saves the run, and waits until the checkpoint is written. Collective."""
+        """Save the run, and wait until the checkpoint is written. Collective."""
         self.save()
         self._writer.wait()
 
     def leave(self) -> None:
-        """Saves, and then ends the run as SIGTERM does. Collective."""
+        """Save, and then end the run as SIGTERM does. Collective."""
         self.finish()
         say(f"asked to end: saved at step {self._state.step}")
         processes.interrupt_now()
 
     def late_to_leave(self) -> bool:
-        """Returns True once half of the grace period is over."""
+        """Return True once half of the grace period is over."""
         return self._watchdog.called_for() > self._config.grace_s / 2
 
     def close(self) -> None:
-        """Finishes the checkpoint under way, if any."""
+        """Finish the checkpoint under way, if any."""
         self._writer.close()

@@ -1,4 +1,5 @@
-"""Measures the time, memory and operations of each phase of a step, and records profiles of some steps.
+"""Measure the time, memory and operations of each phase of a step, and record profiles of some
+steps.
 
 A profile has rank 0's torch calls and kernels, and the phases they belong to.
 """
@@ -27,12 +28,19 @@ _GIB = 1024**3
 
 
 class PhaseMeter:
-    """Measures time and memory of each phase of a step, and sets the phase's deadline in the watchdog."""
+    """Measures time and memory of each phase of a step, and sets the phase's deadline in the
+    watchdog.
+    """
 
     def __init__(
-        self, config: TrainConfig, device: torch.device, leader: Leader | None, watchdog: Watchdog, *works: Work
+        self,
+        config: TrainConfig,
+        device: torch.device,
+        leader: Leader | None,
+        watchdog: Watchdog,
+        *works: Work,
     ) -> None:
-        """`works` are the counters of the models whose operations are measured."""
+        """Return `works` are the counters of the models whose operations are measured."""
         half = device.type == "cuda" and config.policy.dtype == "bfloat16"
         self._peak_flops = peak_flops(torch.cuda.get_device_name(device)) if half else None
         self._works = works
@@ -47,35 +55,51 @@ class PhaseMeter:
 
     @contextmanager
     def phase(self, name: str, waits_for: Callable[[], str] = str) -> Iterator[None]:
-        """Measures the block as phase `name`; blocks with one name add up. For `waits_for` see `Watchdog.phase`."""
+        """Measure the block as phase `name`; blocks with one name add up. For `waits_for` see
+        `Watchdog.phase`.
+        """
         began, before = time.perf_counter(), self._work_done()
-        with self._watchdog.phase(name, self._deadline, waits_for), self._memory.phase(name), record_function(name):
+        with (
+            self._watchdog.phase(name, self._deadline, waits_for),
+            self._memory.phase(name),
+            record_function(name),
+        ):
             yield
         self._seconds[name] += time.perf_counter() - began
         if name == "update":
             self._computed += self._work_done() - before
 
     def note_engine_memory(self, state: str) -> None:
-        """Measures the engine workers' memory now, in the engine's state "awake" or "asleep". Collective."""
+        """Measure the engine workers' memory now, in the engine's state "awake" or "asleep".
+        Collective.
+        """
         with agreed("measuring the engine's memory"):
             if self._leader is not None:
-                used = self._leader.thread.run(self._leader.engine.memory_bytes(), 60, "measuring the engine's memory")
+                used = self._leader.thread.run(
+                    self._leader.engine.memory_bytes(), 60, "measuring the engine's memory"
+                )
                 self._engine[state] = used / _GIB
 
     def note_shift(self, seconds: dict[str, float], offloaded: int) -> None:
-        """Adds the seconds of a generation shift by phase, and keeps the largest number of bytes moved to the host."""
+        """Add the seconds of a generation shift by phase, and keep the largest number of bytes
+        moved to the host.
+        """
         for name, value in seconds.items():
             self._seconds[name] += value
         self._offloaded = max(self._offloaded, offloaded / _GIB)
 
     def take(self) -> dict[str, float]:
-        """Returns time/<phase> (s) and memory/… (GiB) since the last call, as maxima over ranks. Collective.
+        """Return time/<phase> (s) and memory/… (GiB) since the last call, as maxima over ranks.
+        Collective.
 
-        For updates it adds throughput/update_tokens_per_s_per_device, which includes prompts, and throughput/mfu, the
-        share of the devices' peak (see `trainer.model_structure`), if that is known. Both use the slowest rank's time.
+        For updates it adds throughput/update_tokens_per_s_per_device, which includes prompts, and
+        throughput/mfu, the share of the devices' peak (see `trainer.model_structure`), if that is
+        known. Both use the slowest rank's time.
         """
         metrics = {f"time/{name}": value for name, value in self._seconds.items()}
-        metrics |= {f"memory/engine_gib_{state}": self._engine.get(state, 0.0) for state in ("awake", "asleep")}
+        metrics |= {
+            f"memory/engine_gib_{state}": self._engine.get(state, 0.0) for state in ("awake", "asleep")
+        }
         metrics |= self._memory.metrics() | {"memory/offloaded_gib": self._offloaded}
         computed = all_reduce_sum(dict(zip(("tokens", "flops"), self._computed, strict=True)))
         self._seconds.clear()
@@ -90,15 +114,17 @@ class PhaseMeter:
         return metrics
 
     def _work_done(self) -> npt.NDArray[np.float64]:
-        """Returns the trained tokens and the operations of all models on this rank so far."""
+        """Return the trained tokens and the operations of all models on this rank so far."""
         return np.sum([[0.0, 0.0], *([work.tokens, work.flops] for work in self._works)], axis=0)
 
 
 class MemoryMeter:
-    """Measures peak memory of this process in each phase: `with meter.phase("update"): ...`, then `meter.metrics()`.
+    """Measures peak memory of this process in each phase: `with meter.phase("update"): ...`, then
+    `meter.metrics()`.
 
-    On CUDA it is the peak of torch's reserved memory. On CPU it is the peak resident size, which the kernel records, so
-    that no thread has to sample; memory that trainer and engine share counts on both sides.
+    On CUDA it is the peak of torch's reserved memory. On CPU it is the peak resident size, which
+    the kernel records, so that no thread has to sample; memory that trainer and engine share counts
+    on both sides.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -109,12 +135,15 @@ class MemoryMeter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures the block as phase `name`; of several blocks with one name the largest peak counts."""
+        """Measure the block as phase `name`; of several blocks with one name the largest peak
+        counts.
+        """
         if self._device.type == "cuda":
             self._note_allocator()
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            with suppress(OSError):  # some sandboxes refuse; then the peak covers the life of the process
+            with suppress(OSError):
+                # some sandboxes refuse; then the peak covers the life of the process
                 Path("/proc/self/clear_refs").write_bytes(b"5")
         try:
             yield
@@ -122,18 +151,20 @@ class MemoryMeter:
             if self._device.type == "cuda":
                 peak = torch.cuda.max_memory_reserved(self._device)
             else:
-                # psutil reports neither this peak nor shared memory separately from mapped files. The peak includes
-                # the pages of files, mostly of shared libraries, which hardly change within a phase.
+                # psutil reports neither this peak nor shared memory separately from mapped files.
+                # The peak includes the pages of files, mostly of shared libraries, which hardly
+                # change within a phase.
                 status = Path("/proc/self/status").read_text("utf-8", "replace")
                 sizes = dict(re.findall(r"(VmHWM|RssFile):\s+(\d+) kB", status))
                 peak = (int(sizes["VmHWM"]) - int(sizes["RssFile"])) * 1024
             self._peaks[name] = max(self._peaks.get(name, 0.0), peak / _GIB)
 
     def metrics(self) -> dict[str, float]:
-        """Returns memory/trainer_gib_<phase> of every phase since the last call.
+        """Return memory/trainer_gib_<phase> of every phase since the last call.
 
-        On CUDA it adds figures of torch's allocator since then, also between phases: memory/peak_allocated_bytes,
-        memory/peak_reserved_bytes, and memory/alloc_retries, the number of times it had to free cached blocks first.
+        On CUDA it adds figures of torch's allocator since then, also between phases:
+        memory/peak_allocated_bytes, memory/peak_reserved_bytes, and memory/alloc_retries, the
+        number of times it had to free cached blocks first.
         """
         metrics = {f"memory/trainer_gib_{name}": peak for name, peak in self._peaks.items()}
         if self._device.type == "cuda":
@@ -146,7 +177,7 @@ class MemoryMeter:
         return metrics
 
     def _note_allocator(self) -> None:
-        """Saves torch's peaks before they are reset."""
+        """Save torch's peaks before they are reset."""
         statistics = torch.cuda.memory_stats(self._device)
         for name in ("allocated", "reserved"):
             key, peak = f"peak_{name}_bytes", statistics.get(f"{name}_bytes.all.peak", 0)
@@ -156,11 +187,16 @@ class MemoryMeter:
 class StepProfiler:
     """Profiles steps `first` to `last`, and writes a trace to `folder`/steps_FIRST_LAST.json.gz.
 
-    The trace opens in Perfetto (ui.perfetto.dev). It does not contain engines, which are other processes.
+    The trace opens in Perfetto (ui.perfetto.dev). It does not contain engines, which are other
+    processes.
     """
 
-    def __init__(self, steps: tuple[int, int] | None, folder: Path, device: torch.device, enabled: bool) -> None:
-        """`steps` are the first and the last step, both included; with None, or if not `enabled`, it does nothing."""
+    def __init__(
+        self, steps: tuple[int, int] | None, folder: Path, device: torch.device, enabled: bool
+    ) -> None:
+        """Take the first and the last of the `steps`, both included; with None, or if not
+        `enabled`, do nothing.
+        """
         self._steps = steps if enabled else None
         self._folder = folder
         self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
@@ -168,7 +204,9 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profiles the block as step `number`. A run that resumes between first and last records from there."""
+        """Profile the block as step `number`. A run that resumes between first and last records
+        from there.
+        """
         if self._steps is None:
             yield
             return
@@ -183,7 +221,8 @@ class StepProfiler:
             self._profile.stop()
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"steps_{first}_{last}.json.gz"
-            unfinished = path.with_name(f"unfinished_{path.name}")  # torch.profiler compresses if the name ends in .gz
+            # torch.profiler compresses if the name ends in .gz
+            unfinished = path.with_name(f"unfinished_{path.name}")
             self._profile.export_chrome_trace(str(unfinished))
             os.replace(unfinished, path)
             self._profile = None

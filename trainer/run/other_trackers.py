@@ -1,7 +1,8 @@
-"""Sends a run's metrics to trackers other than Weights & Biases (`tracking.also`), through their own libraries.
+"""Send a run's metrics to trackers other than Weights & Biases (`tracking.also`), through their own
+libraries.
 
-In all of them a resumed run continues, with each step once: TensorBoard gets the step from which earlier events are
-void, and the others are asked for the last step that they have.
+In all of them a resumed run continues, with each step once: TensorBoard gets the step from which
+earlier events are void, and the others are asked for the last step that they have.
 """
 
 import os
@@ -13,7 +14,8 @@ from typing import Any
 
 from trainer.run.records import Rows, write_whole
 
-_PARAM_LIMIT, _PARAMS_AT_A_TIME = 6000, 100  # MLflow's limits: characters of a value, and values in a request
+# MLflow's limits: characters of a value, and values in a request
+_PARAM_LIMIT, _PARAMS_AT_A_TIME = 6000, 100
 
 
 class OtherTracker:
@@ -22,27 +24,39 @@ class OtherTracker:
     last = -1
 
     def log(self, row: dict[str, float | None]) -> None:
-        """Sends a step's metrics, including train/step, unless the tracker has the step. None is a non-finite value."""
+        """Send a step's metrics, including train/step, unless the tracker has the step. None is a
+        non-finite value.
+        """
         if (step := int(row["train/step"] or 0)) > self.last:
             self.send(step, {key: value for key, value in row.items() if value is not None})
             self.last = step
 
     def send(self, step: int, figures: dict[str, float]) -> None:
-        """Sends a step's finite metrics, including train/step."""
+        """Send a step's finite metrics, including train/step."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Finishes the tracker's run, with everything sent."""
+        """Finish the tracker's run, with everything sent."""
         raise NotImplementedError
 
 
 class TensorBoard(OtherTracker):
-    """Writes event files to the run's folder `tensorboard`; `tensorboard --logdir runs` shows all runs."""
+    """Writes event files to the run's folder `tensorboard`; `tensorboard --logdir runs` shows all
+    runs.
+    """
 
     def __init__(
-        self, folder: Path, config: dict[str, Any], earlier: Rows, name: str, project: str, continues: bool
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        earlier: Rows,
+        name: str,
+        project: str,
+        continues: bool,
     ) -> None:
-        """`earlier` are the rows of a resumed run's earlier steps; `continues`: the tracker has that run."""
+        """Return `earlier` are the rows of a resumed run's earlier steps; `continues`: the tracker
+        has that run.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         place = folder / "tensorboard"
@@ -51,24 +65,34 @@ class TensorBoard(OtherTracker):
         self._writer: Any = SummaryWriter(str(place), purge_step=self.last + 1)
 
     def send(self, step: int, figures: dict[str, float]) -> None:
-        """Writes a step's metrics as scalars."""
+        """Write a step's metrics as scalars."""
         for key, value in figures.items():
             if key != "train/step":
                 self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
     def close(self) -> None:
-        """Closes the event files."""
+        """Close the event files."""
         self._writer.close()
 
 
 class MLflow(OtherTracker):
-    """Logs to a run at MLFLOW_TRACKING_URI, by default the database `mlflow.db` in the run's folder."""
+    """Logs to a run at MLFLOW_TRACKING_URI, by default the database `mlflow.db` in the run's
+    folder.
+    """
 
     def __init__(
-        self, folder: Path, config: dict[str, Any], earlier: Rows, name: str, project: str, continues: bool
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        earlier: Rows,
+        name: str,
+        project: str,
+        continues: bool,
     ) -> None:
-        """`earlier` are the rows of a resumed run's earlier steps; `continues`: the tracker has that run."""
+        """Return `earlier` are the rows of a resumed run's earlier steps; `continues`: the tracker
+        has that run.
+        """
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -83,35 +107,52 @@ class MLflow(OtherTracker):
             self.last = max((metric.step for metric in history), default=-1)
         else:
             experiment = self._client.get_experiment_by_name(project)
-            experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(project)
+            experiment_id = (
+                experiment.experiment_id if experiment else self._client.create_experiment(project)
+            )
             self._id = self._client.create_run(experiment_id, run_name=name).info.run_id
-            keys = {f"{section}.{key}": value for section, values in config.items() for key, value in values.items()}
+            keys = {
+                f"{section}.{key}": value
+                for section, values in config.items()
+                for key, value in values.items()
+            }
             params = [Param(key, str(value)[:_PARAM_LIMIT]) for key, value in keys.items()]
             for start in range(0, len(params), _PARAMS_AT_A_TIME):
                 self._client.log_batch(self._id, params=params[start : start + _PARAMS_AT_A_TIME])
             write_whole(file, self._id)
 
     def send(self, step: int, figures: dict[str, float]) -> None:
-        """Logs a step's metrics in one request."""
+        """Log a step's metrics in one request."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        names = {key: re.sub(r"[^\w\-. /:]", "_", key) for key in figures}  # MLflow takes no other characters
+        # MLflow takes no other characters
+        names = {key: re.sub(r"[^\w\-. /:]", "_", key) for key in figures}
         metrics = [Metric(names[key], value, now, step) for key, value in figures.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self) -> None:
-        """Marks the run as terminated."""
+        """Mark the run as terminated."""
         self._client.set_terminated(self._id)
 
 
 class Trackio(OtherTracker):
-    """Logs to trackio's store on this machine, or to the one that TRACKIO_SERVER_URL or TRACKIO_SPACE_ID names."""
+    """Logs to trackio's store on this machine, or to the one that TRACKIO_SERVER_URL or
+    TRACKIO_SPACE_ID names.
+    """
 
     def __init__(
-        self, folder: Path, config: dict[str, Any], earlier: Rows, name: str, project: str, continues: bool
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        earlier: Rows,
+        name: str,
+        project: str,
+        continues: bool,
     ) -> None:
-        """`earlier` are the rows of a resumed run's earlier steps; `continues`: the tracker has that run."""
+        """Return `earlier` are the rows of a resumed run's earlier steps; `continues`: the tracker
+        has that run.
+        """
         import trackio
 
         figures_alone = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
@@ -120,11 +161,11 @@ class Trackio(OtherTracker):
         self.last = self._run._next_step - 1  # the last step that the store has (trackio/run.py, 0.43)
 
     def send(self, step: int, figures: dict[str, float]) -> None:
-        """Logs a step's metrics."""
+        """Log a step's metrics."""
         self._run.log({key: value for key, value in figures.items() if key != "train/step"}, step=step)
 
     def close(self) -> None:
-        """Finishes the run."""
+        """Finish the run."""
         self._run.finish()
 
 

@@ -1,14 +1,17 @@
-"""Ends all processes of a run, however the run ends.
+"""End all processes of a run, however the run ends.
 
 Three mechanisms cover endings that the others cannot see:
 
-- Two guardians above the rank (`guardian.py`), in case the rank or a guardian is killed: vLLM's engine core would not
-  notice and would keep running.
-- A death signal from the kernel, in case the torchrun launcher is killed: its ranks would continue without it.
-- Signal handlers with a deadline, in case a rank is asked to end while its main thread is in a collective, where Python
-  runs no handler. SIGTERM may have a grace period before that (`hold_signals`), in which the run can save.
+- Two guardians above the rank (`guardian.py`), in case the rank or a guardian is killed: vLLM's
+  engine core would not notice and would keep running.
+- A death signal from the kernel, in case the torchrun launcher is killed: its ranks would continue
+  without it.
+- Signal handlers with a deadline, in case a rank is asked to end while its main thread is in a
+  collective, where Python runs no handler. SIGTERM may have a grace period before that
+  (`hold_signals`), in which the run can save.
 
-It is used before anything heavy is imported, so it imports the standard library and `guardian.py` only.
+It is used before anything heavy is imported, so it imports the standard library and `guardian.py`
+only.
 """
 
 import faulthandler
@@ -34,11 +37,14 @@ from trainer.errors import Interrupted, exit_sentence
 from trainer.surroundings import require_loopback
 
 LAST_WORDS = "HOTBUNK_LAST_WORDS"
-"""Environment variable with the path of a file in memory, to which ranks write the reasons for their ends."""
+"""Environment variable with the path of a file in memory, to which ranks write the reasons for
+their ends.
+"""
 
 _WORD_LIMIT = 600  # characters
 GRACE_SECONDS = 8.0  # from the signal to the forced exit; an orderly shutdown of vLLM takes up to 5
-_SAME_REQUEST_SECONDS = 1.0  # Slurm and torchrun both forward a request; only a later signal is a second request
+# Slurm and torchrun both forward a request; only a later signal is a second request
+_SAME_REQUEST_SECONDS = 1.0
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 _folder: Path | None = None
@@ -58,10 +64,10 @@ class _Hold:
 
 
 def put_current_folder_last() -> None:
-    """Puts the current folder at the end of sys.path, so that `pkg.mod:Name` finds the user's code.
+    """Put the current folder at the end of sys.path, so that `pkg.mod:Name` finds the user's code.
 
-    It comes after this project's packages, here and in spawned processes, since a folder of the user may also be named
-    `generation`.
+    It comes after this project's packages, here and in spawned processes, since a folder of the
+    user may also be named `generation`.
     """
     ours, here = str(Path(__file__).parents[2]), os.getcwd()
     if sys.path[0] in ("", here) and here != ours:  # by python -m
@@ -70,17 +76,19 @@ def put_current_folder_last() -> None:
 
 
 def start_guardian(*kept: int) -> Path:
-    """Starts two guardians above this process, and creates and returns its private folder.
+    """Start two guardians above this process, and create and return its private folder.
 
-    The process that was started becomes the outer guardian, and the caller continues in its grandchild, in a session
-    of its own (see `guardian.py`). So call it first in a rank, before there are other threads, and before using CUDA.
-    `kept` are descriptors that the guardians hold open until they end.
+    The process that was started becomes the outer guardian, and the caller continues in its
+    grandchild, in a session of its own (see `guardian.py`). So call it first in a rank, before
+    there are other threads, and before using CUDA. `kept` are descriptors that the guardians hold
+    open until they end.
 
-    The folder (mode 0700) is for sockets, including vLLM's, and for temporary files, here and in all children. It is
-    deleted with everything in it. Folders of dead runs are deleted now.
+    The folder (mode 0700) is for sockets, including vLLM's, and for temporary files, here and in
+    all children. It is deleted with everything in it. Folders of dead runs are deleted now.
 
-    Until `install_signal_handlers`, SIGINT ends the process at once, as SIGTERM does. There is nothing to save yet, and
-    a KeyboardInterrupt could be delayed by C++ code that waits for other ranks, or be lost in an import or a fork.
+    Until `install_signal_handlers`, SIGINT ends the process at once, as SIGTERM does. There is
+    nothing to save yet, and a KeyboardInterrupt could be delayed by C++ code that waits for other
+    ranks, or be lost in an import or a fork.
     """
     global _folder
     if _folder is not None:
@@ -88,10 +96,12 @@ def start_guardian(*kept: int) -> Path:
     require_loopback()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # The kernel kills this process when torchrun is gone; with SIGKILL, since nothing waits for it then.
+        # The kernel kills this process when torchrun is gone; with SIGKILL, since nothing waits for
+        # it then.
         launcher = os.environ.get("HOTBUNK_LAUNCHER")  # the launcher has set it
         guardian.die_with(os.getppid())
-        if launcher is not None and int(launcher) not in _ancestors():  # it died while this process was being started
+        if launcher is not None and int(launcher) not in _ancestors():
+            # it died while this process was being started
             os.kill(os.getpid(), signal.SIGKILL)
     _folder, lock = guardian.private_folder(str(_rank()))
     _go_below_guardians(_folder, (lock, *kept))
@@ -102,7 +112,8 @@ def start_guardian(*kept: int) -> Path:
 
 
 def _user_cache() -> Path | None:
-    """Returns the user's cache folder, created with mode 0700; None if other users could write to it.
+    """Return the user's cache folder, created with mode 0700; None if other users could write to
+    it.
 
     Later runs load and execute code from it.
     """
@@ -120,7 +131,9 @@ def _user_cache() -> Path | None:
 
 
 def _go_below_guardians(folder: Path, kept: tuple[int, ...]) -> None:
-    """Forks twice: this process becomes the outer guardian, its child the inner one; returns in the grandchild."""
+    """Fork twice: this process becomes the outer guardian, its child the inner one; return in the
+    grandchild.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     # Blocked signals stay pending until the guardians, which are exec'd, forward them.
@@ -140,8 +153,10 @@ def _go_below_guardians(folder: Path, kept: tuple[int, ...]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _become_guardian(child: int, parent: int, folder: Path, name: str, kept: tuple[int, ...]) -> NoReturn:
-    """Becomes `guardian.py`, with no descriptors except standard error and those that are kept."""
+def _become_guardian(
+    child: int, parent: int, folder: Path, name: str, kept: tuple[int, ...]
+) -> NoReturn:
+    """Become `guardian.py`, with no descriptors except standard error and those that are kept."""
     try:
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1):
@@ -151,13 +166,16 @@ def _become_guardian(child: int, parent: int, folder: Path, name: str, kept: tup
                 os.set_inheritable(descriptor, descriptor in kept)
         script = guardian.__file__
         os.chdir("/")
-        os.execv(sys.executable, [sys.executable, "-I", "-S", script, str(child), str(parent), str(folder), name])
+        os.execv(
+            sys.executable,
+            [sys.executable, "-I", "-S", script, str(child), str(parent), str(folder), name],
+        )
     finally:
         os._exit(1)
 
 
 def _ancestors() -> Iterator[int]:
-    """Yields the processes above this one."""
+    """Yield the processes above this one."""
     pid = os.getppid()
     while pid > 0:
         yield pid
@@ -165,7 +183,9 @@ def _ancestors() -> Iterator[int]:
 
 
 def private_folder() -> Path:
-    """Returns the folder that `start_guardian` created: mode 0700, short enough for sockets, deleted at the end."""
+    """Return the folder that `start_guardian` created: mode 0700, short enough for sockets, deleted
+    at the end.
+    """
     if _folder is None:
         raise RuntimeError("there is no private folder before start_guardian()")
     return _folder
@@ -174,18 +194,20 @@ def private_folder() -> Path:
 def install_signal_handlers(
     phase: Callable[[], str], grace_seconds: float = GRACE_SECONDS, *, command: str | None = None
 ) -> None:
-    """Makes SIGINT and SIGTERM raise `Interrupted` in the main thread, and end the process in any case.
+    """Make SIGINT and SIGTERM raise `Interrupted` in the main thread, and end the process in any
+    case.
 
-    A process that still exists after `grace_seconds`, or gets a second signal, exits with 128 + the signal's number.
-    `phase` returns the rank's current phase, for the message, which names the `command` instead for a process that is
-    not a rank. Call this function from the main thread.
+    A process that still exists after `grace_seconds`, or gets a second signal, exits with 128 + the
+    signal's number. `phase` returns the rank's current phase, for the message, which names the
+    `command` instead for a process that is not a rank. Call this function from the main thread.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     announcing, announced, raised = threading.RLock(), threading.Event(), threading.Event()
 
     def announce(number: int) -> None:
-        # The main thread or the enforcer, whichever is first. The other waits, since it may end the process afterwards.
+        # The main thread or the enforcer, whichever is first. The other waits, since it may end the
+        # process afterwards.
         if announcing.acquire(timeout=grace_seconds) and not announced.is_set():
             announced.set()
             text = f"interrupted by {signal.Signals(number).name} during phase {phase()}"
@@ -195,7 +217,8 @@ def install_signal_handlers(
                 line = f"hotbunk {command}: stopped by {signal.Signals(number).name}\n"
             if os.isatty(2):
                 line = f"\n{line}"  # the terminal has printed ^C
-            os.write(2, line.encode())  # not sys.stderr, which the signal may have interrupted in a write
+            # Not sys.stderr, which the signal may have interrupted in a write
+            os.write(2, line.encode())
         with suppress(RuntimeError):  # not acquired
             announcing.release()
 
@@ -207,7 +230,8 @@ def install_signal_handlers(
             raised.set()
             raise Interrupted(number)
 
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # written by the C-level handler, whatever Python does
+    # Written by the C-level handler, whatever Python does
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in _HANDLED:
         signal.signal(number, handler)
     os.register_at_fork(after_in_child=_forget_handlers)
@@ -215,19 +239,22 @@ def install_signal_handlers(
     threading.Thread(target=_enforce, args=arguments, name="signals", daemon=True).start()
 
 
-def hold_signals(seconds: float, worthwhile: Callable[[], bool], numbers: Collection[int] = (signal.SIGTERM,)) -> None:
-    """Delays signals of these `numbers` by `seconds` from now on, so that a step can be finished and saved.
+def hold_signals(
+    seconds: float, worthwhile: Callable[[], bool], numbers: Collection[int] = (signal.SIGTERM,)
+) -> None:
+    """Delay signals of these `numbers` by `seconds` from now on, so that a step can be finished and
+    saved.
 
-    They interrupt at once if `worthwhile()`, called on another thread, is false: when a rank has died, torchrun sends
-    the same signal to the remaining ranks, which cannot finish a step without it. Other signals, and a second signal,
-    also interrupt at once.
+    They interrupt at once if `worthwhile()`, called on another thread, is false: when a rank has
+    died, torchrun sends the same signal to the remaining ranks, which cannot finish a step without
+    it. Other signals, and a second signal, also interrupt at once.
     """
     global _hold
     _hold = _Hold(seconds, worthwhile, frozenset(numbers))
 
 
 def interrupt_now() -> None:
-    """Ends a delay from the main thread and raises `Interrupted`, once the run is saved."""
+    """End a delay from the main thread and raise `Interrupted`, once the run is saved."""
     number = int(signal.SIGTERM)
     if _hold is not None:
         _hold.over, number = True, _hold.came
@@ -235,13 +262,17 @@ def interrupt_now() -> None:
 
 
 def _forget_handlers() -> None:
-    """Resets signal handlers in a forked child, whose signals must not be reported through the parent's pipe."""
+    """Reset signal handlers in a forked child, whose signals must not be reported through the
+    parent's pipe.
+    """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _enforce(reader: int, announce: Callable[[int], None], phase: Callable[[], str], grace_seconds: float) -> None:
+def _enforce(
+    reader: int, announce: Callable[[int], None], phase: Callable[[], str], grace_seconds: float
+) -> None:
     number = _next_signal(reader, None)
     assert number is not None
     announce(number)
@@ -253,17 +284,24 @@ def _enforce(reader: int, announce: Callable[[int], None], phase: Callable[[], s
         again = _next_signal(reader, left)
         if again is not None and time.monotonic() - first > _SAME_REQUEST_SECONDS:
             os._exit(128 + again)
-    os.write(2, f"rank {_rank()}: still in phase {phase()} {grace_seconds:.0f} s after the signal; leaving\n".encode())
+    os.write(
+        2,
+        f"rank {_rank()}: still in phase {phase()} {grace_seconds:.0f} s after the signal; leaving\n".encode(),
+    )
     faulthandler.dump_traceback(file=2, all_threads=True)
     leave(128 + number)
 
 
 def _wait_out(reader: int, hold: _Hold) -> int:
-    """Waits until the delay is over or a second signal comes, interrupts the main thread, and returns the signal."""
+    """Wait until the delay is over or a second signal comes, interrupt the main thread, and return
+    the signal.
+    """
     number, began = hold.came, time.monotonic()
     while hold.worthwhile() and (left := began + hold.seconds - time.monotonic()) > 0:
         again = _next_signal(reader, left)
-        if again is not None and (again != hold.came or time.monotonic() - began > _SAME_REQUEST_SECONDS):
+        if again is not None and (
+            again != hold.came or time.monotonic() - began > _SAME_REQUEST_SECONDS
+        ):
             number = again
             break
     hold.over = True
@@ -273,7 +311,9 @@ def _wait_out(reader: int, hold: _Hold) -> int:
 
 
 def _next_signal(reader: int, timeout: float | None) -> int | None:
-    """Waits up to `timeout` seconds (None: for ever) for a handled signal, and returns its number, or None."""
+    """Wait up to `timeout` seconds (None: for ever) for a handled signal, and return its number, or
+    None.
+    """
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -285,9 +325,11 @@ def _next_signal(reader: int, timeout: float | None) -> int | None:
 
 
 def leave_word(kind: str, text: str) -> None:
-    """Tells the launcher, if there is one, why this rank ends; only the first call counts. Never raises.
+    """Tell the launcher, if there is one, why this rank ends; only the first call counts. Never
+    raises.
 
-    `kind` is the name of the exception's class, which the launcher prints before the text if needed.
+    `kind` is the name of the exception's class, which the launcher prints before the text if
+    needed.
     """
     global _said
     path = os.environ.get(LAST_WORDS)
@@ -304,9 +346,11 @@ def leave_word(kind: str, text: str) -> None:
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Calls `main`, and ends the process with the exit code that it returns or that its exception stands for.
+    """Call `main`, and end the process with the exit code that it returns or that its exception
+    stands for.
 
-    A rank that only raised would hang in the interpreter's shutdown, which joins child processes and threads.
+    A rank that only raised would hang in the interpreter's shutdown, which joins child processes
+    and threads.
     """
     try:
         code = main()
@@ -324,7 +368,9 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """Flushes output and ends this process without the interpreter's shutdown; the guardians clean up."""
+    """Flush output and end this process without the interpreter's shutdown; the guardians clean
+    up.
+    """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # the stream is closed or no longer read
             stream.flush()

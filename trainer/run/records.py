@@ -17,46 +17,64 @@ PRIVATE = 0o600
 """The mode of a file that may contain secrets from a recipe."""
 
 _PAUSE_SECONDS = 10.0
-_MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN}
+_MAY_PASS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.EHOSTDOWN,
+    errno.ENOTCONN,
+}
 
 
 def read_rows(path: Path) -> Rows:
-    """Reads the intact rows of a .jsonl file; none if the file is missing."""
+    """Read the intact rows of a .jsonl file; none if the file is missing."""
     return [row for _, row in whole_rows(path)]
 
 
 def whole_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yields each line that is a row with a step, as bytes without the line break and as JSON; skips other lines.
+    """Yield each line that is a row with a step, as bytes without the line break and as JSON; skip
+    other lines.
 
-    A kill, a full disk or a power cut can end a file at any byte, even within a character, or leave null bytes.
+    A kill, a full disk or a power cut can end a file at any byte, even within a character, or leave
+    null bytes.
     """
-    for line in path.read_bytes().split(b"\n") if path.is_file() else ():  # answers may contain other line separators
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
+        # answers may contain other line separators
         try:
             row = json.loads(line.decode())
-        except (ValueError, RecursionError):  # invalid JSON or UTF-8, or a number that is too long for Python
+        except (ValueError, RecursionError):
+            # invalid JSON or UTF-8, or a number that is too long for Python
             continue
         if isinstance(row, dict) and type(row.get("train/step")) is int:  # a bool is also an int
             yield line, row
 
 
 def series(rows: Rows, key: str) -> tuple[list[int], list[float]]:
-    """Returns the steps that have the metric, and its values there. NaN, null in the file, counts as missing."""
+    """Return the steps that have the metric, and its values there. NaN, null in the file, counts as
+    missing.
+    """
     pairs = [(row["train/step"], row[key]) for row in rows if row.get(key) is not None]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
 def may_pass(error: BaseException) -> bool:
-    """Returns True for the error of a full disk or a lost network mount, raised on this rank or on another one."""
+    """Return True for the error of a full disk or a lost network mount, raised on this rank or on
+    another one.
+    """
     match = re.search(r"\[Errno (\d+)\]", str(error))
     number = getattr(error, "errno", None) or (int(match[1]) if match else None)
     return number in _MAY_PASS or "PytorchStreamWriter failed writing" in str(error)
 
 
 def patiently(write: Callable[[], T], what: str, seconds: float) -> T:
-    """Calls `write`, repeats it for about `seconds` while the disk is full or its mount is lost, returns its result.
+    """Call `write`, repeat it for about `seconds` while the disk is full or its mount is lost,
+    return its result.
 
-    It prints a line each time. Raises the last error of `write`, or at once an error that waiting cannot cure. With a
-    collective `write`, whose error is equal on all ranks, all ranks try equally often.
+    It prints a line each time. Raises the last error of `write`, or at once an error that waiting
+    cannot cure. With a collective `write`, whose error is equal on all ranks, all ranks try equally
+    often.
     """
     for left in range(int(seconds / _PAUSE_SECONDS), -1, -1):
         try:
@@ -71,7 +89,8 @@ def patiently(write: Callable[[], T], what: str, seconds: float) -> T:
 
 
 def write_whole(path: Path, content: str | bytes, mode: int | None = None) -> None:
-    """Writes a file, text as UTF-8, so that the old or the new content is on disk, never a part of it.
+    """Write a file, text as UTF-8, so that the old or the new content is on disk, never a part of
+    it.
 
     If `mode` is None, an existing private file stays private.
     """

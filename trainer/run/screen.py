@@ -1,4 +1,6 @@
-"""Prints a run's progress, with one aligned row for each step, on a terminal or in a log, and a report at the end."""
+"""Print a run's progress, with one aligned row for each step, on a terminal or in a log, and a
+report at the end.
+"""
 
 import math
 import os
@@ -29,14 +31,18 @@ StepMetrics = dict[str, float]
 
 
 def _number(key: str, form: str) -> Callable[[StepMetrics], str]:
-    """Returns a function that formats one metric; "" if a step does not have it."""
+    """Return a function that formats one metric; "" if a step does not have it."""
     return lambda metrics: format(metrics[key], form) if key in metrics else ""
 
 
 def _seconds(*phases: str) -> Callable[[StepMetrics], str]:
-    """Returns a function that formats the sum of some phases' seconds; "" if a step has none of them."""
+    """Return a function that formats the sum of some phases' seconds; "" if a step has none of
+    them.
+    """
     keys = [f"time/{phase}" for phase in phases]
-    return lambda metrics: f"{sum(metrics.get(key, 0.0) for key in keys):.2f}" if metrics.keys() & keys else ""
+    return lambda metrics: (
+        f"{sum(metrics.get(key, 0.0) for key in keys):.2f}" if metrics.keys() & keys else ""
+    )
 
 
 def _tokens_per_second(metrics: StepMetrics) -> str:
@@ -45,7 +51,7 @@ def _tokens_per_second(metrics: StepMetrics) -> str:
 
 
 def _memory(metrics: StepMetrics) -> str:
-    """Formats memory in GiB: the trainer's peak, and the engine's size awake and asleep."""
+    """Format memory in GiB: the trainer's peak, and the engine's size awake and asleep."""
     trainer, engine = (
         [value for key, value in metrics.items() if key.startswith(f"memory/{side}_gib")]
         for side in ("trainer", "engine")
@@ -63,7 +69,8 @@ _COLUMNS: list[tuple[str, int, Callable[[StepMetrics], str], str]] = [
     ("entropy", 9, _number("entropy", ".3f"), ""),
     ("length", 8, _number("length/mean", ".1f"), ""),
     ("cut", 6, _number("length/truncated", ".0%"), ""),
-    ("old", 6, _number("stale/share", ".0%"), ""),  # replaces the column before it if answers grow in slices
+    # Replaces the column before it if answers grow in slices
+    ("old", 6, _number("stale/share", ".0%"), ""),
     ("tok/s", 8, _tokens_per_second, "cyan"),
     ("rollout s", 11, _seconds("rollout"), "dim"),
     ("sync", 6, _seconds("sync", "sleep", "wake"), "dim"),
@@ -73,14 +80,27 @@ _COLUMNS: list[tuple[str, int, Callable[[StepMetrics], str], str]] = [
 
 
 _DROPPED = (
-    *("GiB trainer | engine", "entropy", "sync", "cut", "old", "gap max", "train", "tok/s", "rollout s", "length"),
+    *(
+        "GiB trainer | engine",
+        "entropy",
+        "sync",
+        "cut",
+        "old",
+        "gap max",
+        "train",
+        "tok/s",
+        "rollout s",
+        "length",
+    ),
     *("eval", "reward"),
 )
 """The columns that a narrow terminal goes without, in this order."""
 _LEFT_WIDTH = 11  # of the last column, the time left, which stays in every terminal
 
 
-def _columns(metrics: StepMetrics, room: int) -> list[tuple[str, int, Callable[[StepMetrics], str], str]]:
+def _columns(
+    metrics: StepMetrics, room: int
+) -> list[tuple[str, int, Callable[[StepMetrics], str], str]]:
     """Return the columns that fit into `room` characters beside the step and the time left."""
     hidden = "cut" if "stale/share" in metrics else "old"
     columns = [column for column in _COLUMNS if column[0] != hidden]
@@ -103,16 +123,17 @@ class Progress:
         self._doing, self._since = "", time.monotonic()  # the phase, and its beginning
 
     def note(self, text: str) -> None:
-        """Prints a line between the rows, about something that is loaded, saved or resumed."""
+        """Print a line between the rows, about something that is loaded, saved or resumed."""
         self._since = time.monotonic()
         self.console.print(Text.assemble(("· ", "dim"), text))
 
     @contextmanager
     def follow(self, phase: Callable[[], str]) -> Iterator[None]:
-        """Shows `phase()` and its duration on a terminal's last line while the block runs; a log has no such line.
+        """Show `phase()` and its duration on a terminal's last line while the block runs; a log has
+        no such line.
 
-        What the user's code prints meanwhile replaces the line, which is drawn again below it. Rich could do that too,
-        but a child forked by an engine would inherit its locks.
+        What the user's code prints meanwhile replaces the line, which is drawn again below it. Rich
+        could do that too, but a child forked by an engine would inherit its locks.
         """
         with _prints_replace_the_line(self.console):
             if self.console.quiet or not self.console.is_terminal:
@@ -120,14 +141,21 @@ class Progress:
                 return
             self._phase, self._since = phase, time.monotonic()
             with Live(
-                get_renderable=self.line, console=self.console, refresh_per_second=2, transient=True,
-                redirect_stdout=False, redirect_stderr=False,
-            ):  # fmt: skip
-                self.console.show_cursor(True)  # Live hides it, and a run that is killed could not show it again
+                get_renderable=self.line,
+                console=self.console,
+                refresh_per_second=2,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            ):
+                # Live hides it, and a run that is killed could not show it again
+                self.console.show_cursor(True)
                 yield
 
     def step(self, step: int, metrics: StepMetrics) -> None:
-        """Prints a step's row, and the header before the first and after every `_ROWS_PER_HEADER` rows."""
+        """Print a step's row, and the header before the first and after every `_ROWS_PER_HEADER`
+        rows.
+        """
         step_width = 2 * len(str(self._total)) + 1
         columns = _columns(metrics, self.console.width - step_width - _LEFT_WIDTH)
         if self._rows % _ROWS_PER_HEADER == 0:
@@ -144,17 +172,21 @@ class Progress:
         else:
             left = ""
             if self._rows > 1 and step < self._total:  # at the pace since the first row
-                left = remaining((self._times[-1] - self._times[0]) / (self._rows - 1) * (self._total - step))
+                left = remaining(
+                    (self._times[-1] - self._times[0]) / (self._rows - 1) * (self._total - step)
+                )
             row.append(f"{left:>{_LEFT_WIDTH}}", "dim")
         self._print(row)
 
     def report(self, report: "Report") -> None:
-        """Prints the report at the end of the run."""
+        """Print the report at the end of the run."""
         self.console.print()
         self.console.print(report.render())
 
     def line(self) -> Text:
-        """Returns the line with the current phase and its duration, which is empty during the phase's first second."""
+        """Return the line with the current phase and its duration, which is empty during the
+        phase's first second.
+        """
         name = self._phase()
         steady = re.sub(r"\d+ answers", "", name)
         if steady != self._doing:
@@ -187,7 +219,9 @@ class _Replacing:
 
 @contextmanager
 def _prints_replace_the_line(console: Console) -> Iterator[None]:
-    """While the block runs, has prints replace what `console` shows on the terminal's current line."""
+    """While the block runs, has prints replace what `console` shows on the terminal's current
+    line.
+    """
     output = sys.stdout
     if console.file is output:
         console.file = output  # else it would look up sys.stdout again
@@ -205,29 +239,45 @@ class Report:
 
     steps: int
     seconds: float
-    before: float | None  # accuracy on held-out prompts in the first evaluation, 0 to 1; None if there was none
+    # Accuracy on held-out prompts in the first evaluation, 0 to 1; None if there was none
+    before: float | None
     after: float | None  # the same in the latest evaluation
     rewards: list[float]  # mean reward of every step
-    answers: list[dict[str, Any]]  # sampled rows with `prompt`, `text`, `reward`; the first `ANSWERS_SHOWN` are shown
-    memory: dict[str, dict[str, float]]  # side ("trainer", "engine") -> state ("at its peak", "asleep") -> GiB
-    paths: dict[str, Path]  # paths by name, such as "metrics"; a "model" in Hugging Face format is for `generate`
-    max_gap: float | None  # largest log-probability gap, trainer to engine, of all steps, nats; None: not measured
-    verdict: list[str] = field(default_factory=list)  # from `trainer.run.verdict`; empty if the run has learned
+    # Sampled rows with `prompt`, `text`, `reward`; the first `ANSWERS_SHOWN` are shown
+    answers: list[dict[str, Any]]
+    # Side ("trainer", "engine") -> state ("at its peak", "asleep") -> GiB
+    memory: dict[str, dict[str, float]]
+    # Paths by name, such as "metrics"; a "model" in Hugging Face format is for `generate`
+    paths: dict[str, Path]
+    # Largest log-probability gap, trainer to engine, of all steps, nats; None: not measured
+    max_gap: float | None
+    # From `trainer.run.verdict`; empty if the run has learned
+    verdict: list[str] = field(default_factory=list)
 
     def render(self) -> RenderableType:
-        """Returns the report as a panel."""
+        """Return the report as a panel."""
         parts: list[RenderableType] = [self._figures(), Text()]
         if self.verdict:
-            parts += [Text(self.verdict[0], "bold yellow"), *(Text(f"· {cause}") for cause in self.verdict[1:]), Text()]
+            parts += [
+                Text(self.verdict[0], "bold yellow"),
+                *(Text(f"· {cause}") for cause in self.verdict[1:]),
+                Text(),
+            ]
         parts += [_answer(row) for row in self.answers[:ANSWERS_SHOWN]]
         parts += [_pairs({name: Text(str(path), "cyan") for name, path in self.paths.items()})]
-        commands = {"Look at it": f"report {self.paths['metrics'].parent}"} if "metrics" in self.paths else {}
+        commands = (
+            {"Look at it": f"report {self.paths['metrics'].parent}"} if "metrics" in self.paths else {}
+        )
         commands |= {"Chat with it": f"generate {self.paths['model']}"} if "model" in self.paths else {}
-        texts = {name: Text(f"{own_command()} {command}", "bold cyan") for name, command in commands.items()}
+        texts = {
+            name: Text(f"{own_command()} {command}", "bold cyan") for name, command in commands.items()
+        }
         parts += [Text(), _pairs(texts)] if texts else []
         title = f"[bold]{self.steps} steps in {duration(self.seconds)}[/bold]"
         style = "yellow" if self.verdict else "green"
-        return Panel(Group(*parts), title=title, box=box.ROUNDED, border_style=style, padding=(1, 2), width=WIDTH)
+        return Panel(
+            Group(*parts), title=title, box=box.ROUNDED, border_style=style, padding=(1, 2), width=WIDTH
+        )
 
     def _figures(self) -> Table:
         rows: dict[str, Text] = {}
@@ -235,32 +285,38 @@ class Report:
             before = ("", "") if self.before is None else (f"{self.before:.1%}", "  →  ")
             better = self.before is None or self.after > self.before
             after = (f"{self.after:.1%}", "bold green" if better else "bold red")
-            rows["accuracy"] = Text.assemble(before[0], (before[1], "dim"), after, ("  on held-out prompts", "dim"))
+            rows["accuracy"] = Text.assemble(
+                before[0], (before[1], "dim"), after, ("  on held-out prompts", "dim")
+            )
         if self.rewards:
             curve = (sparkline(self.rewards, 40), "green")
-            rows["reward"] = Text.assemble(f"{self.rewards[0]:.3f}  ", curve, f"  {self.rewards[-1]:.3f}")
+            rows["reward"] = Text.assemble(
+                f"{self.rewards[0]:.3f}  ", curve, f"  {self.rewards[-1]:.3f}"
+            )
         gap = "not measured" if self.max_gap is None else f"at most {self.max_gap:.1e} nats"
         rows["log-prob gap"] = Text(f"{gap} between trainer and engine")
         for side, states in self.memory.items():
-            rows[f"{side} memory"] = Text(", ".join(f"{gib:.2f} GiB {state}" for state, gib in states.items()))
+            rows[f"{side} memory"] = Text(
+                ", ".join(f"{gib:.2f} GiB {state}" for state, gib in states.items())
+            )
         return _pairs(rows)
 
 
 def own_command() -> str:
-    """Returns the command with which `hotbunk` can be called from the current folder."""
+    """Return the command with which `hotbunk` can be called from the current folder."""
     installed = Path(sys.prefix) / "bin" / "hotbunk"
     return "hotbunk" if shutil.which("hotbunk") or not installed.exists() else os.path.relpath(installed)
 
 
 def make_console(enabled: bool = True) -> Console:
-    """Returns a console with a fixed width for logs and at most that width for terminals."""
+    """Return a console with a fixed width for logs and at most that width for terminals."""
     console = Console(quiet=not enabled, highlight=False)
     width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     return Console(quiet=not enabled, highlight=False, width=width)
 
 
 def duration(seconds: float) -> str:
-    """Formats a duration, such as 42 s, 3 min 05 s or 2 h 07 min."""
+    """Format a duration, such as 42 s, 3 min 05 s or 2 h 07 min."""
     total = round(seconds)
     if total < 60:
         return f"{total} s"
@@ -270,17 +326,24 @@ def duration(seconds: float) -> str:
 
 
 def remaining(seconds: float) -> str:
-    """Formats an estimate of a duration in at most 10 characters: 9 min 05 s, 21 min, 2 h 07 min or 31 h."""
+    """Format an estimate of a duration in at most 10 characters: 9 min 05 s, 21 min, 2 h 07 min or
+    31 h.
+    """
     if 600 <= round(seconds) < 3600:
         return f"{round(seconds) // 60} min"
     return duration(seconds) if seconds < 36000 else f"{seconds / 3600:.0f} h"
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Draws values as a curve of at most `width` characters, each of which is the mean of a stretch of values."""
+    """Draw values as a curve of at most `width` characters, each of which is the mean of a stretch
+    of values.
+    """
     finite = [value for value in values if math.isfinite(value)]
     count = min(width, len(finite))
-    stretches = [finite[index * len(finite) // count : (index + 1) * len(finite) // count] for index in range(count)]
+    stretches = [
+        finite[index * len(finite) // count : (index + 1) * len(finite) // count]
+        for index in range(count)
+    ]
     means = [sum(stretch) / len(stretch) for stretch in stretches]
     low, high = min(means, default=0.0), max(means, default=0.0)
     scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
@@ -288,7 +351,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def _answer(row: dict[str, Any]) -> RenderableType:
-    """Renders a sampled answer, with nothing in its text interpreted as markup."""
+    """Render a sampled answer, with nothing in its text interpreted as markup."""
     texts = []
     for key in ("prompt", "text"):
         text = "".join(c if c.isprintable() or c == "\n" else "�" for c in str(row.get(key, "")).strip())

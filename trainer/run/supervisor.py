@@ -1,15 +1,16 @@
-"""Restarts a failed run, so that a run that fails at night has continued by the morning.
+"""Restart a failed run, so that a run that fails at night has continued by the morning.
 
     python -m trainer.run.supervisor RESTARTS LAUNCHER-ARGUMENTS …
 
-`RESTARTS=N hotbunk train RECIPE` becomes this process, once on each node. Each attempt has a new launcher and a new
-store, and resumes from the newest sound checkpoint. torchrun's own `--max-restarts` is not used, since it restarts
-whatever the cause, ends with its launcher, and gives the old store with its counters to the new ranks.
+`RESTARTS=N hotbunk train RECIPE` becomes this process, once on each node. Each attempt has a new
+launcher and a new store, and resumes from the newest sound checkpoint. torchrun's own
+`--max-restarts` is not used, since it restarts whatever the cause, ends with its launcher, and
+gives the old store with its counters to the new ranks.
 
 Restarts on: a rank, an engine or a launcher that was killed; an exceeded deadline; an exception.
 
-Does not restart on: errors that would recur (a mistake in the recipe, a run that diverges, too many failed rewards or
-episodes); a request to end (SIGINT, SIGTERM); a step that has failed three times.
+Does not restart on: errors that would recur (a mistake in the recipe, a run that diverges, too many
+failed rewards or episodes); a request to end (SIGINT, SIGTERM); a step that has failed three times.
 """
 
 import hashlib
@@ -28,7 +29,9 @@ from typing import Any
 from generation import guardian
 
 OUTCOME = "HOTBUNK_OUTCOME"
-"""Environment variable with the path of a file in memory, to which a launcher writes its `Outcome` as JSON."""
+"""Environment variable with the path of a file in memory, to which a launcher writes its `Outcome`
+as JSON.
+"""
 
 _MOST_FAILURES = 3  # failures of the same step
 _ASKED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
@@ -50,11 +53,13 @@ class Outcome:
 
 
 def marks(checkpoints: Path) -> list[str]:
-    """Returns a unique text for each complete checkpoint: its name and the digest of its marker.
+    """Return a unique text for each complete checkpoint: its name and the digest of its marker.
 
-    The marker lists the digests of all files. Times would not do, since the clocks of two machines may differ.
+    The marker lists the digests of all files. Times would not do, since the clocks of two machines
+    may differ.
     """
-    from trainer.config.checks import COMPLETE_MARKER  # importing it takes a second, which most runs need not wait for
+    # Importing it takes a second, which most runs need not wait for
+    from trainer.config.checks import COMPLETE_MARKER
 
     lines = []
     for file in checkpoints.glob(f"step_*/{COMPLETE_MARKER}"):
@@ -64,9 +69,11 @@ def marks(checkpoints: Path) -> list[str]:
 
 
 def supervise(launcher: list[str], restarts: int, pause: Callable[[int], float] | None = None) -> int:
-    """Runs the command `launcher` until it succeeds or must not be restarted, and returns the last exit code.
+    """Run the command `launcher` until it succeeds or must not be restarted, and return the last
+    exit code.
 
-    It is restarted at most `restarts` times, after a pause of `pause(consecutive failures of the same step)` seconds.
+    It is restarted at most `restarts` times, after a pause of `pause(consecutive failures of the
+    same step)` seconds.
     """
     pause = pause or (lambda failures: min(2.0**failures, _LONGEST_PAUSE))
     attempt = _Attempt()
@@ -90,12 +97,13 @@ def supervise(launcher: list[str], restarts: int, pause: Callable[[int], float] 
             return 128 + asked
         first = first if first.checkpoints else outcome
         if outcome.saved or (first.checkpoints and {*marks(Path(first.checkpoints))} - {*first.before}):
-            command = [*launcher, "--resume", "auto"]  # replaces the checkpoint that the first attempt resumed from
+            # Replaces the checkpoint that the first attempt resumed from
+            command = [*launcher, "--resume", "auto"]
     raise AssertionError("the last attempt has none left")
 
 
 def _why_not(code: int, outcome: Outcome, failures: int, where: str, left: int) -> str:
-    """Returns the reason why a failed run is not started again; "" if it is."""
+    """Return the reason why a failed run is not started again; "" if it is."""
     if code in _ASKED:
         return "not started again: the run was asked to end"
     lasting = [kind for kind in outcome.kinds if kind in _LASTING]
@@ -103,27 +111,33 @@ def _why_not(code: int, outcome: Outcome, failures: int, where: str, left: int) 
         what = lasting[0] if lasting else "a mistake in the recipe or the machine"
         return f"not started again: {what} would recur"
     if failures == _MOST_FAILURES:
-        return f"not started again: {where} has failed {failures} times, the last time as {'; '.join(outcome.reasons)}"
+        return (
+            f"not started again: {where} has failed {failures} times, the last time as "
+            f"{'; '.join(outcome.reasons)}"
+        )
     return "" if left else f"not started again: no restarts left, {where} failed last"
 
 
 class _Attempt:
-    """Runs one launcher at a time. `asked` is the number of the signal that asked this process to end, or 0."""
+    """Runs one launcher at a time. `asked` is the number of the signal that asked this process to
+    end, or 0.
+    """
 
     def __init__(self) -> None:
         self.asked = 0
         self._child: subprocess.Popen[bytes] | None = None
 
     def hand_on(self, number: int, _: Any) -> None:
-        """Records a signal and sends it to the launcher."""
+        """Record a signal and send it to the launcher."""
         self.asked = number
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(number)
 
     def run(self, command: list[str]) -> tuple[int, Outcome]:
-        """Runs the command, and returns its exit code and its outcome.
+        """Run the command, and return its exit code and its outcome.
 
-        The command has a session of its own, so that Ctrl-C reaches it only through this process, and only once.
+        The command has a session of its own, so that Ctrl-C reaches it only through this process,
+        and only once.
         """
         outcome, here = os.memfd_create("hotbunk-outcome"), os.getpid()
         environment = os.environ | {OUTCOME: f"/proc/{here}/fd/{outcome}"}
@@ -134,7 +148,9 @@ class _Attempt:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             guardian.die_with(here)
 
-        self._child = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=begin)
+        self._child = subprocess.Popen(
+            command, env=environment, start_new_session=True, preexec_fn=begin
+        )
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         if self.asked:
             self._child.send_signal(self.asked)
@@ -144,7 +160,7 @@ class _Attempt:
         return code if code >= 0 else 128 - code, Outcome(**json.loads(report)) if report else Outcome()
 
     def sleep(self, seconds: float) -> int:
-        """Waits until the time is over or a signal comes; returns the signal's number, or 0."""
+        """Wait until the time is over or a signal comes; return the signal's number, or 0."""
         deadline = time.monotonic() + seconds
         while not self.asked and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, 0.2))

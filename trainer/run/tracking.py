@@ -1,10 +1,13 @@
-"""Writes a run's records (metrics.jsonl, completions.jsonl, tokens.jsonl, summary.json) and copies them to trackers.
+"""Write a run's records (metrics.jsonl, completions.jsonl, tokens.jsonl, summary.json) and copies
+them to trackers.
 
-There is one writer, with one line and one W&B call for each step. The files are authoritative: floats are written so
-that they read back bit-equal, and a resumed run first drops the lines after its checkpoint, so that its files equal
-those of an uninterrupted run. In W&B a resumed run continues with every step once: steps that W&B lacks are sent from
-the files; others are not sent again, since W&B cannot overwrite them. W&B runs on a thread of its own behind a bounded
-queue and starts while the model loads, so it does not affect training if it is missing, slow, broken or offline.
+There is one writer, with one line and one W&B call for each step. The files are authoritative:
+floats are written so that they read back bit-equal, and a resumed run first drops the lines after
+its checkpoint, so that its files equal those of an uninterrupted run. In W&B a resumed run
+continues with every step once: steps that W&B lacks are sent from the files; others are not sent
+again, since W&B cannot overwrite them. W&B runs on a thread of its own behind a bounded queue and
+starts while the model loads, so it does not affect training if it is missing, slow, broken or
+offline.
 """
 
 import json
@@ -34,7 +37,8 @@ from trainer.run.other_trackers import OTHER_TRACKERS, OtherTracker
 from trainer.run.records import Rows, patiently, whole_rows, write_whole
 
 _FILES = ("metrics.jsonl", "completions.jsonl", "tokens.jsonl")
-_ANSWER_COLUMNS = ("prompt", "text", "answer", "finish_reason")  # columns of the W&B table, besides step and reward
+# Columns of the W&B table, besides step and reward
+_ANSWER_COLUMNS = ("prompt", "text", "answer", "finish_reason")
 _TEXT_LIMIT = 4000  # characters of one answer in completions.jsonl
 _QUEUE_LIMIT = 1000  # number of steps that W&B may lag behind
 _FINISH_SECONDS = 60.0  # time for W&B to upload the rest
@@ -47,28 +51,33 @@ class NullTracker:
     """The tracker of all ranks except 0, which writes nothing."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Records a step's metrics, once for each step, in ascending order."""
+        """Record a step's metrics, once for each step, in ascending order."""
 
     def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Records some of a step's answers."""
+        """Record some of a step's answers."""
 
     def tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Records the figures of some answers' tokens."""
+        """Record the figures of some answers' tokens."""
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Adds to the figures of the entire run."""
+        """Add to the figures of the entire run."""
 
     def close(self) -> None:
-        """Finishes the records. Safe to call twice."""
+        """Finish the records. Safe to call twice."""
 
 
 class Tracker(NullTracker):
     """The tracker of rank 0, which writes the records in the run's folder."""
 
     def __init__(
-        self, folder: Path, last: int, completions_per_step: int, copies: Sequence["Copy"], patience: float
+        self,
+        folder: Path,
+        last: int,
+        completions_per_step: int,
+        copies: Sequence["Copy"],
+        patience: float,
     ) -> None:
-        """Opens the files.
+        """Open the files.
 
         Args:
             last: the last step in the files.
@@ -82,13 +91,18 @@ class Tracker(NullTracker):
         self._completions_per_step = completions_per_step
         self._copies = copies
         self._summary: dict[str, Any] = {}
-        self._unwritten: dict[str, list[str]] = {name: [] for name in _FILES[1:]}  # until their step's metrics are
+        # Until their step's metrics are
+        self._unwritten: dict[str, list[str]] = {name: [] for name in _FILES[1:]}
         self._files = {name: (folder / name).open("ab", buffering=0) for name in _FILES}
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Writes one step's metrics to disk and to the copies. Raises ValueError for a step that was logged before."""
+        """Write one step's metrics to disk and to the copies. Raises ValueError for a step that was
+        logged before.
+        """
         if step <= self._last:
-            raise ValueError(f"step {step} is logged after step {self._last}; each step is logged once, in order")
+            raise ValueError(
+                f"step {step} is logged after step {self._last}; each step is logged once, in order"
+            )
         self._check_folder()
         self._last = step
         row = {"train/step": step} | metrics
@@ -99,7 +113,7 @@ class Tracker(NullTracker):
             copy.put("log", row)
 
     def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Records a step's first answers, as many as the recipe asks for, with long texts cut."""
+        """Record a step's first answers, as many as the recipe asks for, with long texts cut."""
         # Images are not cut, since they could not be decoded then.
         lines = [
             {"train/step": step} | _cut(row) | {key: row[key] for key in ("images",) if key in row}
@@ -111,7 +125,7 @@ class Tracker(NullTracker):
             copy.put("completions", {"train/step": step, "rows": lines})
 
     def tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Records the rows of some answers' tokens."""
+        """Record the rows of some answers' tokens."""
         texts = [json.dumps({"train/step": step} | row, ensure_ascii=False) + "\n" for row in rows]
         self._unwritten["tokens.jsonl"] += texts
 
@@ -123,7 +137,7 @@ class Tracker(NullTracker):
                 patiently(partial(_append, self._files[name], text), name, self._patience)
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Adds to summary.json, which is replaced atomically."""
+        """Add to summary.json, which is replaced atomically."""
         self._check_folder()
         self._summary |= {key: _finite(value) for key, value in values.items()}
         write_whole(self._folder / "summary.json", json.dumps(self._summary, indent=2) + "\n")
@@ -131,19 +145,21 @@ class Tracker(NullTracker):
             copy.put("summary", values)
 
     def _check_folder(self) -> None:
-        """Raises UserError if the folder was deleted, moved or replaced, since further records would be lost."""
+        """Raise UserError if the folder was deleted, moved or replaced, since further records would
+        be lost.
+        """
         path = self._folder / "metrics.jsonl"
         with suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(self._files["metrics.jsonl"].fileno())):
                 return
         raise UserError(
-            f"{self._folder} was deleted, moved or replaced while the run was writing to it, with the record of "
-            f"{max(self._last, 0)} steps and its checkpoints: put it back, or start over by the same command, and "
-            "leave it alone until the run has ended"
+            f"{self._folder} was deleted, moved or replaced while the run was writing to it, with the "
+            f"record of {max(self._last, 0)} steps and its checkpoints: put it back, or start over by "
+            "the same command, and leave it alone until the run has ended"
         )
 
     def close(self) -> None:
-        """Closes the files and the copies."""
+        """Close the files and the copies."""
         self._write_rest()
         for file in self._files.values():
             file.close()
@@ -152,24 +168,30 @@ class Tracker(NullTracker):
 
 
 class Copy:
-    """A copy of the records in another tracker, on a thread of its own. Its first failure ends it, with one warning."""
+    """A copy of the records in another tracker, on a thread of its own. Its first failure ends it,
+    with one warning.
+    """
 
     def __init__(self, name: str) -> None:
-        """Starts the thread; `name` is the tracker's name."""
+        """Start the thread; `name` is the tracker's name."""
         self.name = name
         self._queue: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(_QUEUE_LIMIT)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Waits, with a deadline, until the tracker has everything."""
+        """Wait, with a deadline, until the tracker has everything."""
         self.put("finish", {})
         self._thread.join(_FINISH_SECONDS)
         if self._thread.is_alive():
             self._warn(f"not finished after {_FINISH_SECONDS:.0f} s")
 
-    def put(self, what: Literal["log", "completions", "summary", "finish"], values: dict[str, Any]) -> None:
-        """Copies a step's metrics with train/step, its answers before that, or figures of the entire run."""
+    def put(
+        self, what: Literal["log", "completions", "summary", "finish"], values: dict[str, Any]
+    ) -> None:
+        """Copy a step's metrics with train/step, its answers before that, or figures of the entire
+        run.
+        """
         if self._thread.is_alive():
             with suppress(queue.Full):  # the network hangs; the files have everything
                 self._queue.put_nowait((what, values))
@@ -181,18 +203,23 @@ class Copy:
             self._warn(f"{type(error).__name__}: {error}")
 
     def _work(self) -> None:
-        """Sends items from the queue to the tracker until the item `finish`."""
+        """Send items from the queue to the tracker until the item `finish`."""
         raise NotImplementedError
 
     def _warn(self, reason: str) -> None:
-        print(f"[hotbunk] no further copy in {self.name} ({reason}); metrics.jsonl has everything", file=sys.stderr)
+        print(
+            f"[hotbunk] no further copy in {self.name} ({reason}); metrics.jsonl has everything",
+            file=sys.stderr,
+        )
 
 
 class OtherCopy(Copy):
     """The copy in one of the trackers of `tracking.also`."""
 
     def __init__(self, name: str, start: Callable[[], OtherTracker], earlier: Rows) -> None:
-        """`start` opens the tracker on this copy's thread, which sends it the `earlier` rows that it lacks."""
+        """Return `start` opens the tracker on this copy's thread, which sends it the `earlier` rows
+        that it lacks.
+        """
         self._start, self._earlier = start, earlier
         super().__init__(name)
 
@@ -213,7 +240,7 @@ class Alarms:
     """
 
     def __init__(self, earlier: Rows) -> None:
-        """`earlier` are rows whose problems have been reported."""
+        """Return `earlier` are rows whose problems have been reported."""
         self._first: list[float] = []
         self._latest: deque[float] = deque(maxlen=_GAP_STEPS)
         self._reported: set[str] = set()
@@ -221,13 +248,19 @@ class Alarms:
             list(self.heed(row))
 
     def heed(self, row: dict[str, float | None]) -> Iterator[tuple[str, str]]:
-        """Yields a title and a sentence for each problem that appears in this row for the first time."""
+        """Yield a title and a sentence for each problem that appears in this row for the first
+        time.
+        """
         step = row["train/step"]
         troubles = {}
         figures = {key: row[key] for key in ("loss", "grad_norm", "gap/mean") if key in row}
         broken = [key for key, value in figures.items() if value is None or not math.isfinite(value)]
         if broken or row.get("skipped_steps"):
-            what = f"{', '.join(broken)} not finite" if broken else "an update was skipped, its loss not finite"
+            what = (
+                f"{', '.join(broken)} not finite"
+                if broken
+                else "an update was skipped, its loss not finite"
+            )
             troubles["Divergence"] = f"step {step}: {what}"
         gap = row.get("gap/mean")
         if gap is not None and math.isfinite(gap):
@@ -237,7 +270,8 @@ class Alarms:
             first, latest = fmean(self._first), fmean(self._latest)
             if latest > max(_GAP_TIMES * first, _GAP_NOISE):
                 troubles["The gap grows"] = (
-                    f"step {step}: trainer and engine are {latest:.1e} nats apart on average, {first:.1e} at first"
+                    f"step {step}: trainer and engine are {latest:.1e} nats apart on average, "
+                    f"{first:.1e} at first"
                 )
         yield from ((title, text) for title, text in troubles.items() if title not in self._reported)
         self._reported |= troubles.keys()
@@ -247,10 +281,10 @@ class WandbCopy(Copy):
     """The copy in Weights & Biases: metrics, some answers of each step, and alerts."""
 
     def __init__(self, settings: dict[str, Any], earlier: Rows, answers: Rows) -> None:
-        """Continues or begins a run with these `settings`, keyword arguments of `wandb.init`.
+        """Continue or begin a run with these `settings`, keyword arguments of `wandb.init`.
 
-        `earlier` are the rows of a resumed run's earlier steps, in order, with their `answers`; W&B gets those that it
-        lacks.
+        `earlier` are the rows of a resumed run's earlier steps, in order, with their `answers`; W&B
+        gets those that it lacks.
         """
         self._settings = settings
         self._earlier = earlier
@@ -260,14 +294,16 @@ class WandbCopy(Copy):
         super().__init__("Weights & Biases")
 
     def _work(self) -> None:
-        replaced = list(Path(self._settings["dir"]).glob(f"wandb/offline-run-*-{self._settings['id']}/*.wandb"))
+        replaced = list(
+            Path(self._settings["dir"]).glob(f"wandb/offline-run-*-{self._settings['id']}/*.wandb")
+        )
         run = _start(self._settings)
         last = run.summary.get("train/step", -1) if run.resumed else -1
         for row in self._earlier:
             if row["train/step"] > last:
                 run.log(row | self._table(row["train/step"]))
-        # Uploading one offline folder replaces the uploads of the run's other folders (wandb#5865). This folder begins
-        # with all steps, so `wandb sync` is made to skip the others.
+        # Uploading one offline folder replaces the uploads of the run's other folders (wandb#5865).
+        # This folder begins with all steps, so `wandb sync` is made to skip the others.
         for file in replaced:
             file.with_suffix(".wandb.synced").touch()
         alarms = Alarms(self._earlier)
@@ -289,10 +325,13 @@ class WandbCopy(Copy):
                 return
 
     def _table(self, step: int) -> dict[str, Any]:
-        """Returns the step's answers as a table, under the table's name; {} if there are none."""
+        """Return the step's answers as a table, under the table's name; {} if there are none."""
         if not (rows := self._answers.pop(step, [])):
             return {}
-        data = [[step, *(str(row.get(key, "")) for key in _ANSWER_COLUMNS), row.get("reward")] for row in rows]
+        data = [
+            [step, *(str(row.get(key, "")) for key in _ANSWER_COLUMNS), row.get("reward")]
+            for row in rows
+        ]
         columns, wandb = ["step", *_ANSWER_COLUMNS, "reward"], sys.modules["wandb"]
         images = [row.get("images") or [] for row in rows]
         for n in range(max(map(len, images))):
@@ -310,10 +349,11 @@ def make_tracker(
     resumed_from: int | None = None,
     patience: float = 0.0,
 ) -> NullTracker:
-    """Opens this rank's tracker; only that of rank 0 writes.
+    """Open this rank's tracker; only that of rank 0 writes.
 
-    `config` is the resolved configuration, for W&B and other trackers. `resumed_from` is the step of the checkpoint
-    that the run continues from; if it is None, existing files in the folder are replaced.
+    `config` is the resolved configuration, for W&B and other trackers. `resumed_from` is the step
+    of the checkpoint that the run continues from; if it is None, existing files in the folder are
+    replaced.
     """
     if not is_main():
         return NullTracker()
@@ -321,12 +361,25 @@ def make_tracker(
     last = -1 if resumed_from is None else resumed_from
     earlier, answers, _ = [_keep_until(folder / file, last) for file in _FILES]
     continues = not _is_copy(folder, resumed_from is None) and resumed_from is not None
-    arguments = {"folder": folder, "config": config, "earlier": earlier, "name": name, "project": tracking.project}
+    arguments = {
+        "folder": folder,
+        "config": config,
+        "earlier": earlier,
+        "name": name,
+        "project": tracking.project,
+    }
     arguments["continues"] = continues and bool(earlier)
-    copies: list[Copy] = [OtherCopy(key, partial(OTHER_TRACKERS[key], **arguments), earlier) for key in tracking.also]
+    copies: list[Copy] = [
+        OtherCopy(key, partial(OTHER_TRACKERS[key], **arguments), earlier) for key in tracking.also
+    ]
     if (mode := _resolve(tracking.wandb)) != "disabled":
         resumed = {} if resumed_from is None else {"resumed_from": resumed_from}
-        settings: dict[str, Any] = {"project": tracking.project, "name": name, "dir": str(folder), "mode": mode}
+        settings: dict[str, Any] = {
+            "project": tracking.project,
+            "name": name,
+            "dir": str(folder),
+            "mode": mode,
+        }
         # The run's id in W&B, kept beside its files; a run that starts over gets a new one.
         file = folder / "wandb_id"
         if not continues or not file.exists() or not re.fullmatch(rb"[0-9a-f]{8}", file.read_bytes()):
@@ -337,9 +390,11 @@ def make_tracker(
 
 
 def _is_copy(folder: Path, starts_over: bool) -> bool:
-    """Return True for a copy of a run's folder whose original is still where it was, and note where this folder is.
+    """Return True for a copy of a run's folder whose original is still where it was, and note where
+    this folder is.
 
-    Trackers take a copy for a run of its own. A folder that was moved, or whose original was deleted, is no copy.
+    Trackers take a copy for a run of its own. A folder that was moved, or whose original was
+    deleted, is no copy.
     """
     file, here = folder / "folder.json", folder.resolve()
     note = _note(file)
@@ -363,7 +418,9 @@ def _note(file: Path) -> dict[str, str]:
 
 
 def _resolve(wanted: str) -> str:
-    """Resolves the mode `auto`: WANDB_MODE, else online if there is a login, else offline. It never asks the user."""
+    """Resolve the mode `auto`: WANDB_MODE, else online if there is a login, else offline. It never
+    asks the user.
+    """
     if wanted != "auto":
         return wanted
     if chosen := os.environ.get("WANDB_MODE"):
@@ -378,16 +435,22 @@ def _resolve(wanted: str) -> str:
 
 
 def _start(settings: dict[str, Any]) -> Any:
-    """Imports W&B and begins a run that records metrics only, offline if its server does not answer.
+    """Import W&B and begin a run that records metrics only, offline if its server does not answer.
 
     The step is an ordinary metric, since W&B's own counter drops rows that are behind it
     (https://docs.wandb.ai/models/track/log).
     """
-    os.environ.setdefault("WANDB_SILENT", "true")  # the setting `silent` takes effect too late for some lines
+    # The setting `silent` takes effect too late for some lines
+    os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
 
     lean = wandb.Settings(
-        console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True, x_disable_meta=True
+        console="off",
+        silent=True,
+        disable_git=True,
+        disable_code=True,
+        x_disable_stats=True,
+        x_disable_meta=True,
     )
     try:
         run = wandb.init(**settings, settings=lean)
@@ -395,8 +458,9 @@ def _start(settings: dict[str, Any]) -> Any:
         if settings["mode"] == "offline":
             raise
         print(
-            f"[hotbunk] Weights & Biases cannot be used online ({shortened(' '.join(str(error).split()), 120)}): the "
-            f"copy goes to {settings['dir']}/wandb, for `wandb sync` later",
+            "[hotbunk] Weights & Biases cannot be used online "
+            f"({shortened(' '.join(str(error).split()), 120)}): the copy goes to "
+            f"{settings['dir']}/wandb, for `wandb sync` later",
             file=sys.stderr,
         )
         wandb.teardown()  # its service still has the run, under the same id
@@ -407,8 +471,9 @@ def _start(settings: dict[str, Any]) -> Any:
 
 
 def _append(file: FileIO, text: str) -> None:
-    """Appends the text to the file and syncs it to disk; appends nothing if that fails."""
-    # Answers may contain lone surrogates, which UTF-8 cannot encode; in JSON their escapes mean the same.
+    """Append the text to the file and sync it to disk; append nothing if that fails."""
+    # Answers may contain lone surrogates, which UTF-8 cannot encode; in JSON their escapes mean the
+    # same.
     content, begin = text.encode(errors="backslashreplace"), os.fstat(file.fileno()).st_size
     try:
         while content:
@@ -421,7 +486,9 @@ def _append(file: FileIO, text: str) -> None:
 
 
 def _keep_until(path: Path, last: int) -> Rows:
-    """Removes everything from a file except intact rows of steps up to `last`, and returns these rows."""
+    """Remove everything from a file except intact rows of steps up to `last`, and return these
+    rows.
+    """
     kept = [(line, row) for line, row in whole_rows(path) if row["train/step"] <= last]
     if path.exists():
         write_whole(path, b"".join(line + b"\n" for line, _ in kept))
@@ -429,7 +496,7 @@ def _keep_until(path: Path, last: int) -> Rows:
 
 
 def _cut(value: Any) -> Any:
-    """Returns a value with texts cut after `_TEXT_LIMIT` characters, also in lists and mappings."""
+    """Return a value with texts cut after `_TEXT_LIMIT` characters, also in lists and mappings."""
     if isinstance(value, dict):
         return {key: _cut(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -440,5 +507,5 @@ def _cut(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """Returns the value, or None for NaN and infinities, which JSON cannot represent."""
+    """Return the value, or None for NaN and infinities, which JSON cannot represent."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

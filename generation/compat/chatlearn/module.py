@@ -13,12 +13,14 @@
         rows = policy.build_dataset(prompts)
         answers = policy.generate([rows[0], rows[1]])
 
-By itself, a module starts a separate engine. Named in a recipe as `rollout.sampler`, with its hyper-parameters as
-`rollout.kwargs.model_args`, it samples for training on the engine that has the policy's weights. The texts that
-`decode_internal` returns as `str_outputs` are then reported and rewarded. `setup` is called before the first step.
+By itself, a module starts a separate engine. Named in a recipe as `rollout.sampler`, with its
+hyper-parameters as `rollout.kwargs.model_args`, it samples for training on the engine that has the
+policy's weights. The texts that `decode_internal` returns as `str_outputs` are then reported and
+rewarded. `setup` is called before the first step.
 
-Data of vLLM's scheduler that older versions returned is not available any more; using it raises an error with a remedy.
-The length of prompts is counted in tokens, not characters, and no prompt is cut at its end, which asks for the answer.
+Data of vLLM's scheduler that older versions returned is not available any more; using it raises an
+error with a remedy. The length of prompts is counted in tokens, not characters, and no prompt is
+cut at its end, which asks for the answer.
 """
 
 import inspect
@@ -27,7 +29,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from generation.compat.chatlearn.settings import SAMPLING, check_recipe, checked, read_model_args, read_settings
+from generation.compat.chatlearn.settings import (
+    SAMPLING,
+    check_recipe,
+    checked,
+    read_model_args,
+    read_settings,
+)
 from generation.engine.devices import first_devices
 from generation.engine.engine import Engine, Leader
 from generation.engine.sampling import SamplingSettings
@@ -48,19 +56,30 @@ _SCHEDULED = ("seq_group_metadata_list", "blocks_to_swap_in", "blocks_to_swap_ou
 class PromptPipeline:
     """A dataset of prompts with their ids: items `{"input_ids": …, "prompt": …}`.
 
-    `prompts` has the same items as pairs of text and ids; `dropped` is the number of prompts with too many tokens.
+    `prompts` has the same items as pairs of text and ids; `dropped` is the number of prompts with
+    too many tokens.
     """
 
     def __init__(
-        self, prompts: Sequence[str], max_prompt_length: int, tokenizer: "PreTrainedTokenizerBase", cut: bool = False
+        self,
+        prompts: Sequence[str],
+        max_prompt_length: int,
+        tokenizer: "PreTrainedTokenizerBase",
+        cut: bool = False,
     ) -> None:
-        """Encode prompts. Those of more than `max_prompt_length` tokens are dropped, or cut at their start if `cut`."""
+        """Encode prompts. Those of more than `max_prompt_length` tokens are dropped, or cut at
+        their start if `cut`.
+        """
         if not isinstance(max_prompt_length, int) or max_prompt_length < 1:
-            raise ValueError("Prompt length for RLHF/OnlineDPO/GRPO trainer must be an integer greater than 0")
+            raise ValueError(
+                "Prompt length for RLHF/OnlineDPO/GRPO trainer must be an integer greater than 0"
+            )
         if empty := [index for index, prompt in enumerate(prompts) if not prompt]:
             raise ValueError(f"Got empty prompt: number {empty[0]}")
         self.tokenizer = tokenizer
-        items: list[dict[str, Any]] = [{"input_ids": tokenizer.encode(prompt), "prompt": prompt} for prompt in prompts]
+        items: list[dict[str, Any]] = [
+            {"input_ids": tokenizer.encode(prompt), "prompt": prompt} for prompt in prompts
+        ]
         for item in items if cut else ():
             # The end of a prompt asks for the answer, so it stays.
             if len(item["input_ids"]) > max_prompt_length:
@@ -91,16 +110,22 @@ class ModuleTokenizer:
 
 
 class ScheduledData(dict[str, Any]):
-    """A batch as `forward_step` gets it. Keys that vLLM's scheduler once added raise ValueError with a remedy."""
+    """A batch as `forward_step` gets it. Keys that vLLM's scheduler once added raise ValueError
+    with a remedy.
+    """
 
     def __missing__(self, key: str) -> Any:
         if key in _SCHEDULED:
-            raise ValueError(f"data[{key!r}] is not available: vLLM's scheduler no longer returns it; {STEP_REMEDY}")
+            raise ValueError(
+                f"data[{key!r}] is not available: vLLM's scheduler no longer returns it; {STEP_REMEDY}"
+            )
         raise KeyError(key)
 
 
 def load_tokenizer(engine: Mapping[str, Any]) -> "PreTrainedTokenizerBase":
-    """Loads the tokenizer that the hyper-parameters name, or the model's. Raises ValueError if they name neither."""
+    """Load the tokenizer that the hyper-parameters name, or the model's. Raises ValueError if they
+    name neither.
+    """
     from transformers import AutoTokenizer
 
     if not (name := engine.get("tokenizer") or engine.get("model")):
@@ -112,22 +137,35 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", training: "PreTrainedT
     """Raise ValueError unless two tokenizers have the same tokens under the same ids."""
     if tokenizer.get_vocab() != training.get_vocab():
         names = tokenizer.name_or_path, training.name_or_path
-        raise ValueError(f"tokenizer {names[0]} has other tokens than {names[1]}, which the policy is trained with")
+        raise ValueError(
+            f"tokenizer {names[0]} has other tokens than {names[1]}, which the policy is trained with"
+        )
 
 
-_INTERNALS = ("scheduler", "schedule", "build_scheduler", "block_manager", "cache_engine", "profile_cache_blocks",
-              "reinit_cache_engine", "process_model_outputs", "worker", "model_runner")  # fmt: skip
+_INTERNALS = (
+    "scheduler",
+    "schedule",
+    "build_scheduler",
+    "block_manager",
+    "cache_engine",
+    "profile_cache_blocks",
+    "reinit_cache_engine",
+    "process_model_outputs",
+    "worker",
+    "model_runner",
+)
 
 
 class VLLMModule:
     """A policy that answers prompts with vLLM. All methods except `generate` may be overridden.
 
-    `model_args` has the hyper-parameters, including those of files; `llm` is an object with vLLM's `generate`.
+    `model_args` has the hyper-parameters, including those of files; `llm` is an object with vLLM's
+    `generate`.
     """
 
     def __init__(self, model_args: Mapping[str, Any] | str | Path, llm: Any = None) -> None:
-        """Make a module. `model_args` may be a YAML file, either of a model or like `rlhf.yaml`. Without `llm`, `setup`
-        starts an engine for `model_args["model"]`.
+        """Make a module. `model_args` may be a YAML file, either of a model or like `rlhf.yaml`.
+        Without `llm`, `setup` starts an engine for `model_args["model"]`.
         """
         self.model_args = read_model_args(model_args)
         self.settings = read_settings(self.model_args)
@@ -136,11 +174,16 @@ class VLLMModule:
         self._own: Leader | None = None
         self._queue: list[tuple[Any, list[int], SamplingParams]] = []
         self._eval_mode = False
-        self._training_params: SamplingParams | None = None  # set in training only, before `setup` is called
+        # Set in training only, before `setup` is called
+        self._training_params: SamplingParams | None = None
 
     def __getattr__(self, name: str) -> Any:
-        gone = f"{name} is not available: it is an internal of vLLM, which manages it itself; {STEP_REMEDY}"
-        raise AttributeError(gone if name in _INTERNALS else f"{type(self).__name__} has no attribute {name!r}")
+        gone = (
+            f"{name} is not available: it is an internal of vLLM, which manages it itself; {STEP_REMEDY}"
+        )
+        raise AttributeError(
+            gone if name in _INTERNALS else f"{type(self).__name__} has no attribute {name!r}"
+        )
 
     @property
     def tokenizer(self) -> ModuleTokenizer:
@@ -154,7 +197,9 @@ class VLLMModule:
         self.model_provider()
 
     def model_provider(self) -> Any:
-        """Returns `llm`. If there is none, starts an engine with the model's weights for it, which is never updated."""
+        """Return `llm`. If there is none, start an engine with the model's weights for it, which is
+        never updated.
+        """
         if self.llm is None:
             engine = self.settings.engine
             if "model" not in engine:
@@ -169,20 +214,27 @@ class VLLMModule:
         return self.llm
 
     def load_checkpoint(self, path: str | Path) -> Any:
-        """Switch to the weights of another folder in Hugging Face format, on a new engine. Raises ValueError where the
-        module was given its `llm`, whose weights it cannot change.
+        """Switch to the weights of another folder in Hugging Face format, on a new engine. Raises
+        ValueError where the module was given its `llm`, whose weights it cannot change.
         """
         if self.llm is not None and self._own is None:
             remedy = "give the module no llm; in training, set model.path"
-            raise ValueError(f"load_checkpoint({str(path)!r}): the weights of a given llm cannot be changed: {remedy}")
+            raise ValueError(
+                f"load_checkpoint({str(path)!r}): the weights of a given llm cannot be changed: {remedy}"
+            )
         self.close()
         self.settings.engine["model"] = str(path)
         return self.model_provider()
 
     def check_recipe(self, recipe: Mapping[str, Any]) -> None:
-        """Raise ValueError where the module contradicts the recipe, a mapping of sections, which training follows."""
+        """Raise ValueError where the module contradicts the recipe, a mapping of sections, which
+        training follows.
+        """
         if type(self).build_dataset is not VLLMModule.build_dataset:
-            what = f"{type(self).__name__}.build_dataset is not called in training, whose prompts come from data.path"
+            what = (
+                f"{type(self).__name__}.build_dataset is not called in training, whose prompts come "
+                "from data.path"
+            )
             raise ValueError(f"{what}: prepare them there, and leave build_dataset out")
         check_recipe(self.model_args, recipe)
         if self.settings.engine.get("tokenizer"):
@@ -190,13 +242,17 @@ class VLLMModule:
             check_tokenizer(load_tokenizer(self.settings.engine), load_tokenizer(policy))
 
     def build_dataset(self, train_prompts: Sequence[str], is_eval: bool = False) -> Any:
-        """Returns a dataset of the prompts with ids and text. Prompts with too many tokens are left out."""
+        """Return a dataset of the prompts with ids and text. Prompts with too many tokens are left
+        out.
+        """
         return PromptPipeline(train_prompts, self.settings.max_prompt_length, self.tokenizer.tokenizer)
 
     def _add_request(self, data: Mapping[str, Any], is_eval: bool = False) -> Any:
         """Queue the prompts of a batch."""
         keys = self.settings
-        return self._add_request_internal(data[keys.prompt_key], data[keys.input_ids_key], is_eval=is_eval)
+        return self._add_request_internal(
+            data[keys.prompt_key], data[keys.input_ids_key], is_eval=is_eval
+        )
 
     def forward_step(self, data: Mapping[str, Any], iteration: int = 0) -> Any:
         """Answer the batch in training."""
@@ -207,7 +263,7 @@ class VLLMModule:
         return self._forward_step(data, iteration, eval_mode=True)
 
     def decode_internal(self, batched_outputs: "list[RequestOutput]") -> Any:
-        """Returns unpadded lists with an entry for each answer, in the order of the prompts."""
+        """Return unpadded lists with an entry for each answer, in the order of the prompts."""
         answers = [(output, completion) for output in batched_outputs for completion in output.outputs]
         prompts = [list(output.prompt_token_ids or []) for output, _ in answers]
         sampled = [list(completion.token_ids) for _, completion in answers]
@@ -217,11 +273,15 @@ class VLLMModule:
             "str_prompts": [output.prompt for output, _ in answers],
             "no_padded_query_ids": prompts,
             "logprobs": [sampled_logprobs(completion) for _, completion in answers],
-            "loss_mask": [[0] * len(p) + [1] * len(answer) for p, answer in zip(prompts, sampled, strict=True)],
+            "loss_mask": [
+                [0] * len(p) + [1] * len(answer) for p, answer in zip(prompts, sampled, strict=True)
+            ],
         }
 
     def generate(self, data: Any, iteration: int = 0, is_eval: bool = False) -> Any:
-        """Answers a batch, a mapping of lists or a list of a dataset's items. Returns the decoded answers."""
+        """Answer a batch, a mapping of lists or a list of a dataset's items. Return the decoded
+        answers.
+        """
         return self.decode_internal(self._outputs(data, iteration, is_eval))
 
     def _outputs(self, data: Any, iteration: int, is_eval: bool) -> "list[RequestOutput]":
@@ -232,38 +292,48 @@ class VLLMModule:
         if self._own is not None:
             self._renew_llm(iteration)
         if self.llm is None:
-            raise ValueError(f"{type(self).__name__} has nothing to sample with: call its setup(), or give it an llm")
+            raise ValueError(
+                f"{type(self).__name__} has nothing to sample with: call its setup(), or give it an llm"
+            )
         if not batch:
             return []
         self._queue_batch(batch)
         forward = self.eval_forward if is_eval else self.forward_step
         return forward(batch, iteration=iteration)  # type: ignore[no-any-return]
 
-    def __call__(self, llm: Any, prompts: Sequence[Any], sampling_params: "SamplingParams") -> "list[RequestOutput]":
-        """Answer a batch as a sampler in training (level 5), with one output for each prompt of the batch.
+    def __call__(
+        self, llm: Any, prompts: Sequence[Any], sampling_params: "SamplingParams"
+    ) -> "list[RequestOutput]":
+        """Answer a batch as a sampler in training (level 5), with one output for each prompt of the
+        batch.
 
-        The trainer repeats the prompts of a group. Evaluation calls `eval_forward`. The iteration is the step, or in
-        evaluation the number of steps so far.
+        The trainer repeats the prompts of a group. Evaluation calls `eval_forward`. The iteration
+        is the step, or in evaluation the number of steps so far.
         """
         self.llm, first, self._training_params = llm, self._training_params is None, sampling_params
         if first:
             self._tokenizer = ModuleTokenizer(llm.get_tokenizer())
             self.setup()
-        items = [{self.settings.prompt_key: p, self.settings.input_ids_key: p.token_ids} for p in prompts]
+        items = [
+            {self.settings.prompt_key: p, self.settings.input_ids_key: p.token_ids} for p in prompts
+        ]
         step, is_eval = llm.settings.step, llm.settings.evaluation
         outputs = self._outputs(items, step if step >= 0 else -1 - step, is_eval)
         decoded = self.decode_internal(outputs)
         texts = decoded.get("str_outputs") if isinstance(decoded, Mapping) else None
         if not isinstance(texts, list) or [type(text) for text in texts] != [str] * len(prompts):
-            lacking = f"decode_internal gave {decoded!r:.60}, not a mapping whose str_outputs has {len(prompts)} texts"
+            lacking = (
+                f"decode_internal gave {decoded!r:.60}, not a mapping whose str_outputs has "
+                f"{len(prompts)} texts"
+            )
             raise ValueError(f"{lacking}: in training they are shown and rewarded, one for each answer")
         for prompt, text in zip(prompts, texts, strict=True):
             prompt.decoded = text
         return outputs
 
     def execute_step(self, data: Any = None, *scheduled: Any) -> "list[RequestOutput]":
-        """Samples for all queued requests, or for `data` if none are queued. Returns an output for each prompt, in
-        order; its completions are numbered by `index`.
+        """Sample for all queued requests, or for `data` if none are queued. Return an output for
+        each prompt, in order; its completions are numbered by `index`.
         """
         if scheduled or not (data is None or isinstance(data, Mapping)):
             raise ValueError(f"execute_step takes the batch only: {STEP_REMEDY}")
@@ -271,7 +341,9 @@ class VLLMModule:
             self._queue_batch(data)
         queue, self._queue = self._queue, []
         prompts = [
-            prompt if isinstance(prompt, PromptText) and prompt.token_ids == ids else {"prompt_token_ids": ids}
+            prompt
+            if isinstance(prompt, PromptText) and prompt.token_ids == ids
+            else {"prompt_token_ids": ids}
             for prompt, ids, _ in queue
         ]
         outputs = self.llm.generate(prompts, [params for *_, params in queue], use_tqdm=False)
@@ -299,7 +371,9 @@ class VLLMModule:
 
     @property
     def _answers(self) -> int:
-        """The number of requests for each prompt; 1 in training, where batches repeat a prompt for each answer."""
+        """The number of requests for each prompt; 1 in training, where batches repeat a prompt for
+        each answer.
+        """
         return self.settings.n if self._training_params is None else 1
 
     def _queue_batch(self, data: Mapping[str, Any]) -> None:
@@ -312,7 +386,9 @@ class VLLMModule:
         return self.execute_step(data)
 
     def _add_request_internal(self, prompt: Any, input_ids: Any, is_eval: bool = False) -> None:
-        """Queue one prompt or a list of them, each `n` times as separate requests, which may fail one by one."""
+        """Queue one prompt or a list of them, each `n` times as separate requests, which may fail
+        one by one.
+        """
         pairs = [(prompt, input_ids)] if isinstance(prompt, str) else zip(prompt, input_ids, strict=True)
         for text, ids in pairs:
             params = self._sampling_params(list(ids), is_eval or self._eval_mode)
@@ -331,27 +407,39 @@ class VLLMModule:
             for name in SAMPLING:  # a value that differs from the recipe's is refused later, by its name
                 if (value := self.model_args.get("eval_" * is_eval + name)) is not None:
                     setattr(params, name, value)
-            params.ignore_eos, params.prompt_logprobs = ignore_eos, settings.sampling.get("prompt_logprobs")
+            params.ignore_eos, params.prompt_logprobs = (
+                ignore_eos,
+                settings.sampling.get("prompt_logprobs"),
+            )
             params.stop = [*(params.stop or []), *stop]
             params.stop_token_ids = [*([] if ignore_eos else params.stop_token_ids or []), *ends]
             return params
         if len(ids) > settings.max_prompt_length:
             room = f"the {settings.max_prompt_length} that seq_length and max_new_tokens leave"
-            raise ValueError(f"a prompt has {len(ids)} tokens, more than {room}: drop it in build_dataset")
+            raise ValueError(
+                f"a prompt has {len(ids)} tokens, more than {room}: drop it in build_dataset"
+            )
         longest = settings.max_tokens(len(ids))
         return SamplingParams(
-            max_tokens=longest, stop=stop, stop_token_ids=ends, skip_special_tokens=False, logprobs=0, **fields
+            max_tokens=longest,
+            stop=stop,
+            stop_token_ids=ends,
+            skip_special_tokens=False,
+            logprobs=0,
+            **fields,
         )
 
     def _renew_llm(self, iteration: int) -> None:
         assert self._own is not None
         engine, sampling = self._own.engine, SamplingSettings(self.settings.max_new_tokens)
-        rollout = RolloutSettings(1, sampling, policy_version=0, seed=engine.settings.seed, step=iteration)
+        rollout = RolloutSettings(
+            1, sampling, policy_version=0, seed=engine.settings.seed, step=iteration
+        )
         self.llm = SamplerLLM(engine, self.tokenizer.tokenizer, rollout, self._own.thread.loop)
 
 
 def get_model(provider: Callable[[], Any], *_: Any) -> Any:
-    """Returns the model that a `model_provider` returns."""
+    """Return the model that a `model_provider` returns."""
     return provider()
 
 

@@ -1,4 +1,6 @@
-"""The hyper-parameters of ChatLearn's vLLM backend, with their current meaning or their replacement."""
+"""The hyper-parameters of ChatLearn's vLLM backend, with their current meaning or their
+replacement.
+"""
 
 import difflib
 import warnings
@@ -13,7 +15,8 @@ from generation.engine.settings import OWN_ARGUMENTS
 from generation.yaml_files import read_yaml
 
 _GONE = {
-    "max_paddings": "vLLM pads no batches any more: leave it out; max_num_batched_tokens bounds the tokens of a step",
+    "max_paddings": "vLLM pads no batches any more: leave it out; max_num_batched_tokens bounds the tokens of a "
+    "step",
     "swap_space": "vLLM swaps no KV blocks to the CPU any more, it computes them again: leave it out, or set "
     "kv_offloading_size (GiB of host memory for the KV cache)",
     "sliding_window": "the window is read from the model's config.json: leave it out; disable_sliding_window: true "
@@ -29,29 +32,66 @@ SAMPLING: dict[str, tuple[Callable[[Any], bool], str]] = {
     "repetition_penalty": (lambda v: v > 0, "above 0"),
 }
 _ENGINE = (  # vLLM's own names
-    "model", "tokenizer", "dtype", "seed", "trust_remote_code", "tensor_parallel_size", "gpu_memory_utilization",
-    "kv_cache_memory_bytes", "enforce_eager", "max_num_batched_tokens", "block_size", "kv_offloading_size",
-    "cpu_offload_gb", "disable_sliding_window", "disable_custom_all_reduce",
-)  # fmt: skip
+    "model",
+    "tokenizer",
+    "dtype",
+    "seed",
+    "trust_remote_code",
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "enforce_eager",
+    "max_num_batched_tokens",
+    "block_size",
+    "kv_offloading_size",
+    "cpu_offload_gb",
+    "disable_sliding_window",
+    "disable_custom_all_reduce",
+)
 _ALIASES = {  # ChatLearn's names for an argument of vLLM
-    "max_num_seqs": ("max_concurrent_requests", "max_num_seqs", "generation_batch_size", "micro_batch_size"),
+    "max_num_seqs": (
+        "max_concurrent_requests",
+        "max_num_seqs",
+        "generation_batch_size",
+        "micro_batch_size",
+    ),
     "tensor_parallel_size": ("tensor_parallel_size", "tensor_model_parallel_size"),
 }
 _PROMPTS = ("seq_length", "max_new_tokens", "new_token_limit", "vllm_input_ids_key", "vllm_prompt_key")
 _OWN = ("n", "ignore_eos", "use_beam_search", "stop_token_list", "prompt_logprobs", "includes")
-KNOWN = frozenset([*SAMPLING, *(f"eval_{name}" for name in SAMPLING), *_ENGINE, *(alias for same in _ALIASES.values()
-                   for alias in same), *_PROMPTS, *_OWN, *_GONE])  # fmt: skip
+KNOWN = frozenset(
+    [
+        *SAMPLING,
+        *(f"eval_{name}" for name in SAMPLING),
+        *_ENGINE,
+        *(alias for same in _ALIASES.values() for alias in same),
+        *_PROMPTS,
+        *_OWN,
+        *_GONE,
+    ]
+)
 _RECIPE = {  # the recipe's key that decides in training, for each hyper-parameter
     "seq_length": "engine.max_model_len",
     "max_new_tokens": "sampling.max_tokens",
     "n": "algorithm.group_size",
     "temperature": "sampling.temperature",
     **{f"eval_{name}": f"eval.{name}" for name in ("temperature", "top_p")},
-    **{name: OWN_ARGUMENTS.get(name) or f"engine.extra.{name}" for name in _ENGINE if name != "tokenizer"},
+    **{
+        name: OWN_ARGUMENTS.get(name) or f"engine.extra.{name}"
+        for name in _ENGINE
+        if name != "tokenizer"
+    },
     **{alias: f"engine.{name}" for name, aliases in _ALIASES.items() for alias in aliases},
 }
-_FIXED = {"top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1,
-          "new_token_limit": True}  # the values in training of hyper-parameters without a key in recipes  # fmt: skip
+_FIXED = {
+    "top_p": 1,
+    "top_k": -1,
+    "min_p": 0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "new_token_limit": True,
+}  # the values in training of hyper-parameters without a key in recipes
 
 
 @dataclass(frozen=True)
@@ -75,28 +115,33 @@ class ChatLearnSettings:
         return self.seq_length - (self.max_new_tokens if self.new_token_limit else 1)
 
     def max_tokens(self, prompt_tokens: int) -> int:
-        """Returns the most tokens that the answer to a prompt of `prompt_tokens` tokens may have."""
+        """Return the most tokens that the answer to a prompt of `prompt_tokens` tokens may have."""
         return self.max_new_tokens if self.new_token_limit else self.seq_length - prompt_tokens
 
 
 def read_model_args(args: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """Returns the hyper-parameters in a mapping or a YAML file, which override those of their `model_config_file`.
+    """Return the hyper-parameters in a mapping or a YAML file, which override those of their
+    `model_config_file`.
 
-    ChatLearn's files write None, which is a text in YAML: it is read as null.
-    They may be in a section, like `policy` in `rlhf.yaml`. Raises ValueError where there are several sections, or no
+    ChatLearn's files write None, which is a text in YAML: it is read as null. They may be in a
+    section, like `policy` in `rlhf.yaml`. Raises ValueError where there are several sections, or no
     such file.
     """
     folder, values = Path(), args
     if isinstance(args, str | Path):
         if not Path(args).exists():
             names = "a name of a model, which ChatLearn's own VLLMModule takes, has no meaning here"
-            raise ValueError(f"{args} is not a file: give the hyper-parameters or a YAML file of them; {names}")
+            raise ValueError(
+                f"{args} is not a file: give the hyper-parameters or a YAML file of them; {names}"
+            )
         folder, values = Path(args).parent, OmegaConf.to_container(read_yaml(Path(args)), resolve=True)  # type: ignore[assignment]
     assert isinstance(values, Mapping)
     while sections := [name for name, value in values.items() if isinstance(value, Mapping)]:
         if len(values) > 1:
             remedy = "give the module the file that its own model_config_file names"
-            raise ValueError(f"{args!s:.80} holds {', '.join(map(str, values))}, not one model's section: {remedy}")
+            raise ValueError(
+                f"{args!s:.80} holds {', '.join(map(str, values))}, not one model's section: {remedy}"
+            )
         values = values[sections[0]]
     model_args = dict(values)
     if (name := model_args.pop("model_config_file", None)) is not None:
@@ -105,10 +150,11 @@ def read_model_args(args: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 
 
 def check_recipe(args: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first hyper-parameter that contradicts the recipe, a mapping of sections.
+    """Raise ValueError for the first hyper-parameter that contradicts the recipe, a mapping of
+    sections.
 
-    The recipe decides in training, except for hyper-parameters that only concern requests (`stop_token_list`,
-    `ignore_eos`, `prompt_logprobs`), for which it has no keys.
+    The recipe decides in training, except for hyper-parameters that only concern requests
+    (`stop_token_list`, `ignore_eos`, `prompt_logprobs`), for which it has no keys.
     """
     for name, value in args.items():
         field, decided = name.removeprefix("eval_"), dict[str, Any]()
@@ -132,12 +178,14 @@ def check_recipe(args: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
             if value is not None and value != other and (field, value, other) != ("top_k", 0, -1):
                 it_has = "has none" if other is None else f"has {other!r}"
                 remedy = f"let them agree, or leave {name} out"
-                raise ValueError(f"{name} is {args[name]!r}, but in training {by} decides, which {it_has}: {remedy}")
+                raise ValueError(
+                    f"{name} is {args[name]!r}, but in training {by} decides, which {it_has}: {remedy}"
+                )
 
 
 def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
-    """Returns the settings that hyper-parameters describe. Raises ValueError for one that is unknown, out of its range,
-    or without a meaning any more; the error names the replacement.
+    """Return the settings that hyper-parameters describe. Raises ValueError for one that is
+    unknown, out of its range, or without a meaning any more; the error names the replacement.
     """
     arguments = {key: value for key, value in args.items() if value is not None}
     for key in arguments:
@@ -145,12 +193,17 @@ def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
             raise ValueError(f"{key} is gone: {_GONE[key]}")
         if key not in KNOWN:
             close = difflib.get_close_matches(key, KNOWN, n=1)
-            raise ValueError(f"{key} is not a hyper-parameter" + (f"; did you mean {close[0]}?" if close else ""))
+            raise ValueError(
+                f"{key} is not a hyper-parameter" + (f"; did you mean {close[0]}?" if close else "")
+            )
     if "includes" in arguments:
         raise ValueError("includes is read from YAML files: give the module the path of one that has it")
     if arguments.get("use_beam_search"):
         remedy = "set it to false, and for evaluation use LLM.beam_search of a plain vllm.LLM"
-        raise ValueError(f"use_beam_search: beams are not samples of the policy, and vLLM no longer has them: {remedy}")
+        raise ValueError(
+            "use_beam_search: beams are not samples of the policy, and vLLM no longer has them: "
+            f"{remedy}"
+        )
     sampling, listed = _sampling(arguments, ""), arguments.get("stop_token_list", "")
     for key in ("seq_length", "max_new_tokens"):
         if key not in arguments:
@@ -178,7 +231,9 @@ def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
 
 
 def _sampling(args: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Returns checked fields of `SamplingParams`; with a prefix, only those that are set under it."""
+    """Return checked fields of `SamplingParams`; with a prefix, only those that are set under
+    it.
+    """
     fields: dict[str, Any] = {}
     for name, (fits, meaning) in SAMPLING.items():
         value = args.get(prefix + name)
@@ -196,14 +251,16 @@ def _engine(args: Mapping[str, Any]) -> dict[str, Any]:
     arguments = {key: args[key] for key in _ENGINE if key in args}
     share = arguments.get("gpu_memory_utilization", 1)
     checked("gpu_memory_utilization", share, int | float, lambda v: 0 < v <= 1, "in (0, 1]")
-    for key in ("block_size", "max_num_batched_tokens"):  # both in tokens; "16 MB" in ChatLearn's docs is a mistake
+    for key in ("block_size", "max_num_batched_tokens"):
+        # both in tokens; "16 MB" in ChatLearn's docs is a mistake
         if key in args:
             _whole(args, key, 1)
     for name, aliases in _ALIASES.items():
         for key in [alias for alias in aliases if alias in args]:
             if arguments.setdefault(name, _whole(args, key, 1)) != args[key]:
                 raise ValueError(
-                    f"{key} is {args[key]}, but {name}, which means the same, is {arguments[name]}: drop one"
+                    f"{key} is {args[key]}, but {name}, which means the same, is {arguments[name]}: "
+                    "drop one"
                 )
     at_once = arguments.get("max_num_seqs", 1)
     if (tokens := arguments.get("max_num_batched_tokens", at_once)) < at_once:
@@ -222,7 +279,9 @@ def _flag(args: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def checked(name: str, value: Any, kind: Any, fits: Callable[[Any], bool], meaning: str) -> Any:
-    """Returns the value. Raises ValueError unless it has the type `kind`, a bool not being a number, and `fits`."""
+    """Return the value. Raises ValueError unless it has the type `kind`, a bool not being a number,
+    and `fits`.
+    """
     if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool) or not fits(value):
         raise ValueError(f"{name} is {value!r}, but should be {meaning}")
     return value

@@ -1,1 +1,3 @@
-"""NeMo RL's generation interface, which takes padded batches and returns ids and log-probabilities."""
+"""NeMo RL's generation interface, which takes padded batches and returns ids and
+log-probabilities.
+"""

@@ -20,7 +20,9 @@ from generation.server import OpenAIServer, ServerSettings
 
 
 class VllmAsyncGenerationWorker(Engine):
-    """An `Engine` that generates for batches and receives weights through methods with NeMo RL's names."""
+    """An `Engine` that generates for batches and receives weights through methods with NeMo RL's
+    names.
+    """
 
     def __init__(
         self,
@@ -31,23 +33,23 @@ class VllmAsyncGenerationWorker(Engine):
     ) -> None:
         """Make a worker, which `post_init_async` starts. Raises ValueError naming a wrong key.
 
-        Args:
-            config: the configuration of the engine and of sampling.
-            bundle_indices: the devices of all workers of the engine; see `engine_settings`.
-            fraction_of_gpus: with `vllm_cfg.backend` ray, the share of a GPU that Ray counts; otherwise 1.0.
-            seed: replaces the configuration's seed.
+        Args: config: the configuration of the engine and of sampling. bundle_indices: the devices
+            of all workers of the engine; see `engine_settings`. fraction_of_gpus: with
+            `vllm_cfg.backend` ray, the share of a GPU that Ray counts; otherwise 1.0. seed:
+            replaces the configuration's seed.
         """
         super().__init__(engine_settings(config, bundle_indices, seed))
         counted_gpus(config, fraction_of_gpus)
         self.sampling, self.pad_token_id = sampling_settings(config), batch.pad_token_id(config)
         self.device_ids: list[str] = []  # the device of each worker, after `post_init_async`
-        self.server: OpenAIServer | None = None  # started by `post_init_async`, if the configuration has one
+        # Started by `post_init_async`, if the configuration has one
+        self.server: OpenAIServer | None = None
         self._expose_http_server = config["vllm_cfg"].get("expose_http_server", False)
         self._calls = itertools.count()  # seeds depend on the number of the call
 
     async def post_init_async(self) -> None:
-        """Start the engine, unless it runs. Then read the workers' devices, adopt loaded weights as version 0, and
-        start the server.
+        """Start the engine, unless it runs. Then read the workers' devices, adopt loaded weights as
+        version 0, and start the server.
         """
         if self.is_closed:
             await self.start()
@@ -58,17 +60,23 @@ class VllmAsyncGenerationWorker(Engine):
             self.server = await OpenAIServer.start(self, ServerSettings(sampling=self.sampling))
 
     async def report_dp_openai_server_base_url(self) -> str | None:
-        """Returns the base URL of the OpenAI-compatible server, `http://127.0.0.1:4711/v1`; None without a server."""
+        """Return the base URL of the OpenAI-compatible server, `http://127.0.0.1:4711/v1`; None
+        without a server.
+        """
         return None if self.server is None else self.server.base_url
 
     async def answer(self, row: Row, greedy: bool, call: int) -> Generation:
-        """Generates one sample of a batch. Its seed depends on the engine's seed, `call` and the index in the batch.
+        """Generate one sample of a batch. Its seed depends on the engine's seed, `call` and the
+        index in the batch.
 
-        Returns a completion with `error` set where the request fails. Raises where the engine is dead or in the wrong
-        state.
+        Returns a completion with `error` set where the request fails. Raises where the engine is
+        dead or in the wrong state.
         """
         version = self.state.usable_version()
-        sampling, seed = self._sampling(row.stop, greedy), sample_seed(self.settings.seed, call, row.index, 0)
+        sampling, seed = (
+            self._sampling(row.stop, greedy),
+            sample_seed(self.settings.seed, call, row.index, 0),
+        )
         try:
             completion = await self.complete(row.token_ids, sampling, seed=seed, policy_version=version)
         except request_errors() as error:
@@ -78,24 +86,32 @@ class VllmAsyncGenerationWorker(Engine):
         return Generation([], [], "error", f"vLLM ended the request with {completion.finish_reason!r}")
 
     async def answer_text(self, row: Row, greedy: bool, call: int) -> tuple[str, str]:
-        """Generates for `row.text` as `answer` does. Returns the response and the error, one of which is empty."""
+        """Generate for `row.text` as `answer` does. Return the response and the error, one of which
+        is empty.
+        """
         tokenizer = self.llm.get_tokenizer()
-        # vLLM leaves out a character that is incomplete at the end of an answer (vllm/v1/engine/detokenizer.py).
+        # vLLM leaves out a character that is incomplete at the end of an answer
+        # (vllm/v1/engine/detokenizer.py).
         completion = await self.answer(replace(row, token_ids=tokenizer.encode(row.text)), greedy, call)
         return tokenizer.decode(completion.token_ids, skip_special_tokens=True), completion.error
 
     def _sampling(self, stop: list[str], greedy: bool) -> SamplingSettings:
-        """Returns this worker's settings, with the stop strings of a sample added."""
+        """Return this worker's settings, with the stop strings of a sample added."""
         if (stop or self.sampling.stop) and self.settings.extra.get("skip_tokenizer_init"):
-            raise ValueError("stop strings need the tokenizer: set vllm_cfg.skip_tokenizer_init to false")
+            raise ValueError(
+                "stop strings need the tokenizer: set vllm_cfg.skip_tokenizer_init to false"
+            )
         temperature = 0.0 if greedy else self.sampling.temperature
         return replace(self.sampling, temperature=temperature, stop=[*self.sampling.stop, *stop])
 
-    async def generate_async(self, data: Prompts, greedy: bool = False) -> AsyncIterator[tuple[int, Responses]]:
-        """Yields (place in the batch, output without padding) as responses are ready; nothing for an empty batch.
+    async def generate_async(
+        self, data: Prompts, greedy: bool = False
+    ) -> AsyncIterator[tuple[int, Responses]]:
+        """Yield (place in the batch, output without padding) as responses are ready; nothing for an
+        empty batch.
 
-        Raises ValueError for a batch that is not right-padded or lacks a key, and EngineStateError where the engine is
-        asleep or has no weights.
+        Raises ValueError for a batch that is not right-padded or lacks a key, and EngineStateError
+        where the engine is asleep or has no weights.
         """
         rows, call = batch.rows_of(data, self.pad_token_id), next(self._calls)
         self.state.usable_version()
@@ -103,20 +119,27 @@ class VllmAsyncGenerationWorker(Engine):
             async for place, completion in answers:
                 yield place, batch.sequence_output(data, rows[place], completion, self.pad_token_id)
 
-    async def generate_text_async(self, data: Texts, greedy: bool = False) -> AsyncIterator[tuple[int, Texts]]:
-        """Yields (place in `data["prompts"]`, {"texts": [response], "errors": [""]}) as responses are ready.
+    async def generate_text_async(
+        self, data: Texts, greedy: bool = False
+    ) -> AsyncIterator[tuple[int, Texts]]:
+        """Yield (place in `data["prompts"]`, {"texts": [response], "errors": [""]}) as responses
+        are ready.
 
-        `stop_strings` in the batch are by sample. A response includes the stop string that ended it.
+        `stop_strings` in the batch are by sample. A response includes the stop string that ended
+        it.
         """
-        rows, call = batch.text_rows(data, not self.settings.extra.get("skip_tokenizer_init")), next(self._calls)
+        rows, call = (
+            batch.text_rows(data, not self.settings.extra.get("skip_tokenizer_init")),
+            next(self._calls),
+        )
         self.state.usable_version()
         async with aclosing(as_ready(self.answer_text(row, greedy, call) for row in rows)) as answers:
             async for place, answer in answers:
                 yield place, batch.text_output([answer])
 
     async def report_device_id_async(self) -> list[str]:
-        """Returns the device of each worker, in worker order: a UUID on CUDA, `cpu:<rank>` on CPU. Workers without an
-        extension cannot report it, so theirs is derived from the settings.
+        """Return the device of each worker, in worker order: a UUID on CUDA, `cpu:<rank>` on CPU.
+        Workers without an extension cannot report it, so theirs is derived from the settings.
         """
         if self.settings.worker_extension is not None:
             return await self.call_workers("report_device_id")
@@ -124,7 +147,9 @@ class VllmAsyncGenerationWorker(Engine):
             return [f"cpu:{rank}" for rank in range(self.settings.tensor_parallel_size)]
         import torch
 
-        return [str(torch.cuda.get_device_properties(index).uuid) for index in self.settings.device_indices]
+        return [
+            str(torch.cuda.get_device_properties(index).uuid) for index in self.settings.device_indices
+        ]
 
     reset_prefix_cache_async = Engine.reset_prefix_cache
 
@@ -134,55 +159,90 @@ class VllmAsyncGenerationWorker(Engine):
             await self.sleep(level)
 
     async def wake_up_async(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory called `tags`, by default all of it, unless it is allocated already."""
-        held = {Memory.AWAKE: {"weights", "kv_cache"}, Memory.WEIGHTS: {"weights"}}.get(self.state.memory, set())
-        await self.wake([tag for tag in (("weights", "kv_cache") if tags is None else tags) if tag not in held])
+        """Allocate the memory called `tags`, by default all of it, unless it is allocated
+        already.
+        """
+        held = {Memory.AWAKE: {"weights", "kv_cache"}, Memory.WEIGHTS: {"weights"}}.get(
+            self.state.memory, set()
+        )
+        await self.wake(
+            [tag for tag in (("weights", "kv_cache") if tags is None else tags) if tag not in held]
+        )
 
     async def init_collective_async(
-        self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int, timeout_s: float = 300.0
+        self,
+        rank_prefix: int,
+        ip: str,
+        port: int,
+        world_size: int,
+        train_world_size: int,
+        timeout_s: float = 300.0,
     ) -> None:
-        """Join the group in which weights are broadcast, and wait until all `world_size` ranks have joined. Worker k
-        becomes rank `train_world_size + rank_prefix + k`.
+        """Join the group in which weights are broadcast, and wait until all `world_size` ranks have
+        joined. Worker k becomes rank `train_world_size + rank_prefix + k`.
         """
-        await self.ask_workers("init_collective", rank_prefix, ip, port, world_size, train_world_size, timeout_s)
+        await self.ask_workers(
+            "init_collective", rank_prefix, ip, port, world_size, train_world_size, timeout_s
+        )
 
     async def prepare_refit_info_async(self, state_dict_info: Mapping[str, tuple[Any, Any]]) -> None:
-        """Announce the weights of every further update: name -> (shape, dtype). An empty mapping cancels that."""
+        """Announce the weights of every further update: name -> (shape, dtype). An empty mapping
+        cancels that.
+        """
         announced = state_dict_info.items()
-        plain = {name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in announced}
+        plain = {
+            name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in announced
+        }
         await self.ask_workers("prepare_refit_info", plain)
 
     async def connect_ipc_async(self, endpoints: Mapping[str, Sequence[str]]) -> None:
-        """Connect each worker to the trainer's rank on its device. `endpoints` is device -> (address, secret)."""
+        """Connect each worker to the trainer's rank on its device. `endpoints` is device ->
+        (address, secret).
+        """
         await self.call_workers("hotbunk_connect", dict(endpoints))
 
     async def update_weights_via_ipc_zmq_async(
         self, session: int | None = None, timeout_s: float = 300.0, version: int | None = None
     ) -> bool:
-        """Receive one update on each worker from the trainer's rank on its device, to which it must be connected.
+        """Receive one update on each worker from the trainer's rank on its device, to which it must
+        be connected.
 
-        `session` is the number in the ranks' messages, by default that of the next `ShardingManager.send`. A worker
-        waits `timeout_s` seconds for a message. `version` is as in `Engine.receive`. Returns True; an update that fails
-        raises, and leaves the engine without a version.
+        `session` is the number in the ranks' messages, by default that of the next
+        `ShardingManager.send`. A worker waits `timeout_s` seconds for a message. `version` is as in
+        `Engine.receive`. Returns True; an update that fails raises, and leaves the engine without a
+        version.
         """
-        return bool(await self.receive("update_weights_via_ipc_zmq", session, timeout_s, version=version))
+        return bool(
+            await self.receive("update_weights_via_ipc_zmq", session, timeout_s, version=version)
+        )
 
-    async def update_weights_from_collective_async(self, timeout_s: float = 300.0, version: int | None = None) -> bool:
-        """Receive one update by broadcast, in the group of `init_collective_async`; otherwise as the update by IPC."""
+    async def update_weights_from_collective_async(
+        self, timeout_s: float = 300.0, version: int | None = None
+    ) -> bool:
+        """Receive one update by broadcast, in the group of `init_collective_async`; otherwise as
+        the update by IPC.
+        """
         return bool(await self.receive("update_weights_from_collective", timeout_s, version=version))
 
     async def load_weights_from_storage_async(
         self, path: str, timeout_s: float = 300.0, version: int | None = None, num_threads: int = 1
     ) -> bool:
-        """Load the latest complete update in a folder (`sharding.remote.storage`); otherwise as the update by IPC. Each
-        worker reads `num_threads` buckets at a time.
+        """Load the latest complete update in a folder (`sharding.remote.storage`); otherwise as the
+        update by IPC. Each worker reads `num_threads` buckets at a time.
         """
-        return bool(await self.receive("load_weights_from_storage", path, num_threads, timeout_s, version=version))
+        return bool(
+            await self.receive(
+                "load_weights_from_storage", path, num_threads, timeout_s, version=version
+            )
+        )
 
     async def shutdown(self) -> bool:
-        """Stop the server, if there is one, and the engine's processes. Returns True; a failure raises."""
+        """Stop the server, if there is one, and the engine's processes. Return True; a failure
+        raises.
+        """
         server, self.server = self.server, None
         if server is not None:
             await server.stop()
-        await asyncio.to_thread(self.close)  # on another thread, since it waits for a task of this event loop
+        # On another thread, since it waits for a task of this event loop
+        await asyncio.to_thread(self.close)
         return True

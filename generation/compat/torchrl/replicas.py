@@ -1,4 +1,6 @@
-"""The engines of an `AsyncVLLM`, in child processes or in Ray actors. Ray is imported when the first actor is made."""
+"""The engines of an `AsyncVLLM`, in child processes or in Ray actors. Ray is imported when the
+first actor is made.
+"""
 
 import asyncio
 import logging
@@ -22,11 +24,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UPDATE_SECONDS = 300.0
-"""The longest single wait of an update in seconds: for requests in flight, for a worker, or for a bucket."""
+"""The longest single wait of an update in seconds: for requests in flight, for a worker, or for a
+bucket.
+"""
 
 
 class UpdateGate:
-    """A lock that requests share and a weight update has exclusively, so that no answer has tokens of two versions."""
+    """A lock that requests share and a weight update has exclusively, so that no answer has tokens
+    of two versions.
+    """
 
     def __init__(self) -> None:
         self._requests = 0
@@ -52,7 +58,8 @@ class UpdateGate:
     async def update(self, timeout: float) -> AsyncIterator[None]:
         """Enter exclusively, after the requests that are inside; later requests wait.
 
-        Raises RuntimeError during another update, TimeoutError where requests do not end within `timeout` seconds.
+        Raises RuntimeError during another update, TimeoutError where requests do not end within
+        `timeout` seconds.
         """
         if self._updated is not None:
             raise RuntimeError("a weight update is under way already")
@@ -105,41 +112,47 @@ class ServiceEngine(ActorEngine):
         timeout: float | None = None,
         lora_request: Any = None,
     ) -> "RequestOutput":
-        """Answers one prompt. The output's `weight_version` is the version of the weights it was sampled with.
+        """Answer one prompt. The output's `weight_version` is the version of the weights it was
+        sampled with.
 
-        Args:
-            prompt: a prompt dictionary of vLLM's.
-            params: vLLM's sampling parameters.
-            version: the oldest acceptable version of the weights. Raises EngineStateError where the engine has an older
-                one, or none.
-            timeout: seconds after which the request is aborted and TimeoutError raised; the wait for an update counts.
-                None: no limit.
-            lora_request: the adapter to answer with, as for `AsyncLLM.generate`.
+        Args: prompt: a prompt dictionary of vLLM's. params: vLLM's sampling parameters. version:
+            the oldest acceptable version of the weights. Raises EngineStateError where the engine
+            has an older one, or none. timeout: seconds after which the request is aborted and
+            TimeoutError raised; the wait for an update counts. None: no limit. lora_request: the
+            adapter to answer with, as for `AsyncLLM.generate`.
         """
         try:
             async with asyncio.timeout(timeout), self._gate.request():
                 held = self.state.usable_version()
                 version = max(held, version)
-                output = await self.request(prompt, params, policy_version=version, lora_request=lora_request)
+                output = await self.request(
+                    prompt, params, policy_version=version, lora_request=lora_request
+                )
         except TimeoutError as error:
             raise TimeoutError(f"vLLM generation timed out after {timeout} seconds") from error
         output.weight_version = held  # type: ignore[attr-defined]
         return output
 
     def get_cache_usage(self) -> float:
-        """Returns the share of the KV cache in use, 0 to 1, after the last scheduler step; aborts do not update it."""
+        """Return the share of the KV cache in use, 0 to 1, after the last scheduler step; aborts do
+        not update it.
+        """
         return self._cache_usage if self.llm.get_num_unfinished_requests() else 0.0
 
     async def get_num_unfinished_requests(self) -> int:
-        """Returns the number of unfinished requests that vLLM counts; the service has a separate count."""
+        """Return the number of unfinished requests that vLLM counts; the service has a separate
+        count.
+        """
         return int(self.llm.get_num_unfinished_requests())
 
-    async def call_workers(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        """Calls a method of every worker, and returns the results.
+    async def call_workers(
+        self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call a method of every worker, and return the results.
 
-        From the first call of `update_weight` until the last weight has arrived, the engine has no version; then its
-        version is one more than before. An error among the outcomes ends the update. `load_weights_from_storage` is a
-        complete update.
+        From the first call of `update_weight` until the last weight has arrived, the engine has no
+        version; then its version is one more than before. An error among the outcomes ends the
+        update. `load_weights_from_storage` is a complete update.
         """
         if method == "load_weights_from_storage" and not self.state.syncing:
             return await self._load(method, *args, timeout=timeout, **kwargs)
@@ -164,7 +177,8 @@ class ServiceEngine(ActorEngine):
             return outcomes
 
     async def _load(self, *call: Any, timeout: float | None, **kwargs: Any) -> list[Any]:
-        """Returns the workers' outcomes of a complete update; after an error among them the engine has no version.
+        """Return the workers' outcomes of a complete update; after an error among them the engine
+        has no version.
 
         Raises WorkerError, and the engine keeps its version, where the folder cannot be loaded.
         """
@@ -186,10 +200,14 @@ class ServiceEngine(ActorEngine):
             self.state.fail_sync()
         self._by_weight = False
 
-    async def update_weights(self, method: str, arguments: tuple[Any, ...], timeout: float) -> int | None:
-        """Has the workers receive weights by a method of their extension, while there is no request in the engine.
+    async def update_weights(
+        self, method: str, arguments: tuple[Any, ...], timeout: float
+    ) -> int | None:
+        """Have the workers receive weights by a method of their extension, while there is no
+        request in the engine.
 
-        Returns the sender's version. After a `WorkerError` of the workers, the engine has no version.
+        Returns the sender's version. After a `WorkerError` of the workers, the engine has no
+        version.
         """
         async with self._gate.update(timeout):
             self._end_by_weight()
@@ -217,15 +235,19 @@ class ServiceReplica(EngineLoad, ABC):
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def launch(self) -> Future[Any]:
-        """Start the engine on the service's event loop. The future is done when the engine can generate."""
+        """Start the engine on the service's event loop. The future is done when the engine can
+        generate.
+        """
         return self.submit("start")
 
     @abstractmethod
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call a coroutine method of the replica's `ServiceEngine`. Cancelling the future cancels the coroutine."""
+        """Call a coroutine method of the replica's `ServiceEngine`. Cancelling the future cancels
+        the coroutine.
+        """
 
     def refer(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Does the same as `submit`, but returns an ObjectRef where the engine is on Ray."""
+        """Do the same as `submit`, but return an ObjectRef where the engine is on Ray."""
         return self.submit(method, *args, **kwargs)
 
     @abstractmethod
@@ -252,7 +274,9 @@ class LocalReplica(ServiceReplica):
 
 
 class RayReplica(ServiceReplica):
-    """An engine in a Ray actor, on a node of the cluster that has enough free devices. `actor` is its handle."""
+    """An engine in a Ray actor, on a node of the cluster that has enough free devices. `actor` is
+    its handle.
+    """
 
     def __init__(self, actor: Actor, thread: EngineThread, name: str) -> None:
         super().__init__()
@@ -279,7 +303,8 @@ class RayReplica(ServiceReplica):
             while True:
                 self.cache_usage = await self.actor.call("get_cache_usage")
                 await asyncio.sleep(0.5)
-        except ray_module().exceptions.RayError as error:  # callers get the same error from their requests
+        except ray_module().exceptions.RayError as error:
+            # callers get the same error from their requests
             log.warning("Actor %s no longer reports its load: %s", self.name, error)
         finally:
             self.cache_usage = None

@@ -1,7 +1,8 @@
-"""`AsyncVLLM`: several engines behind one blocking `generate`, in local processes or Ray actors outside the trainer.
+"""`AsyncVLLM`: several engines behind one blocking `generate`, in local processes or Ray actors
+outside the trainer.
 
-Prefix caching is on unless `enable_prefix_caching=False` is among the engine's arguments. The cache is emptied after
-every weight update.
+Prefix caching is on unless `enable_prefix_caching=False` is among the engine's arguments. The cache
+is emptied after every weight update.
 """
 
 import logging
@@ -42,11 +43,13 @@ _TORCHRL = "torchrl.modules.llm.backends.vllm"
 
 
 class AsyncVLLM(WeightUpdates):
-    """A service of engines of one model. It is a context manager, and may be used from several threads.
+    """A service of engines of one model. It is a context manager, and may be used from several
+    threads.
 
-    `weight_version` is the version of the weights that answer now, 0 for the checkpoint's; each output carries the
-    version it was sampled with. TorchRL's `vLLMWrapper` looks for a class `AsyncVLLM` of a TorchRL module, and its
-    `vLLMUpdaterV2` for an `RLvLLMEngine`; if TorchRL was imported before, a service is both.
+    `weight_version` is the version of the weights that answer now, 0 for the checkpoint's; each
+    output carries the version it was sampled with. TorchRL's `vLLMWrapper` looks for a class
+    `AsyncVLLM` of a TorchRL module, and its `vLLMUpdaterV2` for an `RLvLLMEngine`; if TorchRL was
+    imported before, a service is both.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
@@ -66,16 +69,15 @@ class AsyncVLLM(WeightUpdates):
         backend: Literal["local", "ray"] | None = None,
         carriers: Any = None,
     ) -> None:
-        """Makes a service, which `start` starts.
+        """Make a service, which `start` starts.
 
-        Args:
-            engine_args: vLLM's `AsyncEngineArgs`, or `EngineSettings`; they are not changed.
-            num_replicas: the number of engines.
-            actor_class: a subclass of `ServiceEngine` for Ray's actors; implies `backend="ray"`.
-            enable_prefix_caching: overrides `engine_args`; None keeps their value.
-            backend: "local" runs replicas as processes of this machine, "ray" as actors. Actors are on the cluster that
-                the program has joined, else on that of RAY_ADDRESS, else on a private one that ends with `shutdown`.
-            carriers: the package that carries weights, by default `sharding`.
+        Args: engine_args: vLLM's `AsyncEngineArgs`, or `EngineSettings`; they are not changed.
+            num_replicas: the number of engines. actor_class: a subclass of `ServiceEngine` for
+            Ray's actors; implies `backend="ray"`. enable_prefix_caching: overrides `engine_args`;
+            None keeps their value. backend: "local" runs replicas as processes of this machine,
+            "ray" as actors. Actors are on the cluster that the program has joined, else on that of
+            RAY_ADDRESS, else on a private one that ends with `shutdown`. carriers: the package that
+            carries weights, by default `sharding`.
         """
         super().__init__(carriers)
         arguments.require_vllm()
@@ -85,8 +87,12 @@ class AsyncVLLM(WeightUpdates):
             raise ValueError("actor_class is for Ray's actors: leave it out, or set backend to ray")
         settings = arguments.as_settings(engine_args)
         if enable_prefix_caching is not None:
-            settings = replace(settings, extra=settings.extra | {"enable_prefix_caching": enable_prefix_caching})
-        settings = replace(settings, worker_extension=settings.worker_extension or self._carriers.WORKER_EXTENSION)
+            settings = replace(
+                settings, extra=settings.extra | {"enable_prefix_caching": enable_prefix_caching}
+            )
+        settings = replace(
+            settings, worker_extension=settings.worker_extension or self._carriers.WORKER_EXTENSION
+        )
         self.settings = settings
         self.num_replicas = num_replicas
         self.backend = backend or ("local" if actor_class is None else "ray")
@@ -97,7 +103,8 @@ class AsyncVLLM(WeightUpdates):
         self._random = random.Random(settings.seed)
         self._thread: EngineThread | None = None
         self._owner = True
-        self._leave_cluster: Callable[[], object] = bool  # does nothing; else leaves the cluster joined by `start`
+        # Does nothing; else leaves the cluster joined by `start`
+        self._leave_cluster: Callable[[], object] = bool
         self._load_balancer: LoadBalancer | None = None
         self._balancing: tuple[Any, dict[str, Any]] | None = None  # arguments of `create_load_balancer`
         self._lock = threading.Lock()  # makes choosing an engine and counting its request one step
@@ -105,7 +112,9 @@ class AsyncVLLM(WeightUpdates):
 
     @classmethod
     def launch(cls, engine_args: Any, num_replicas: int = 1, **options: Any) -> Self:
-        """Starts a service with a load balancer, and returns it. `options` are those of the constructor."""
+        """Start a service with a load balancer, and return it. `options` are those of the
+        constructor.
+        """
         service = cls(engine_args, num_replicas, **options)
         service.start()
         service.create_load_balancer()
@@ -122,22 +131,39 @@ class AsyncVLLM(WeightUpdates):
         enable_fp32_output: bool = False,
         **options: Any,
     ) -> "AsyncVLLM":
-        """Starts a service for a model, and returns it. The arguments are those of `make_async_vllm_engine`."""
-        options |= {"num_devices": num_devices, "num_replicas": num_replicas, "verbose": verbose, "compile": compile}
-        return make_async_vllm_engine(model_name=model_name, enable_fp32_output=enable_fp32_output, **options)
+        """Start a service for a model, and return it. The arguments are those of
+        `make_async_vllm_engine`.
+        """
+        options |= {
+            "num_devices": num_devices,
+            "num_replicas": num_replicas,
+            "verbose": verbose,
+            "compile": compile,
+        }
+        return make_async_vllm_engine(
+            model_name=model_name, enable_fp32_output=enable_fp32_output, **options
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles a copy that generates in another process of the cluster; this service remains the engines' owner."""
+        """Pickle a copy that generates in another process of the cluster; this service remains the
+        engines' owner.
+        """
         if self.backend == "local":
-            raise TypeError("engines in local processes cannot be used from other processes: set backend to ray")
+            raise TypeError(
+                "engines in local processes cannot be used from other processes: set backend to ray"
+            )
         self._require_launched("pickling")
         actors = [(replica.name, replica.actor) for replica in self.actors]  # type: ignore[attr-defined]
         state = self.settings, self.service_id, actors, self.weight_version, self._balancing
-        importable: Any = next(kind for kind in type(self).__mro__ if not kind.__module__.startswith("torchrl."))
+        importable: Any = next(
+            kind for kind in type(self).__mro__ if not kind.__module__.startswith("torchrl.")
+        )
         return importable._copy, state
 
     @classmethod
-    def _copy(cls, settings: Any, service_id: str, actors: list[Any], weight_version: int, balancing: Any) -> Self:
+    def _copy(
+        cls, settings: Any, service_id: str, actors: list[Any], weight_version: int, balancing: Any
+    ) -> Self:
         service = cls(settings, len(actors), backend="ray")
         service._owner, service.service_id, service.weight_version = False, service_id, weight_version
         service._thread = thread = EngineThread(f"async-vllm-{service_id}")
@@ -161,7 +187,8 @@ class AsyncVLLM(WeightUpdates):
         return self._thread is not None
 
     def start(self) -> None:
-        """Starts all engines and waits until each has generated a token. Does nothing if they are running.
+        """Start all engines and wait until each has generated a token. Do nothing if they are
+        running.
 
         Raises TimeoutError, which names the environment variable that allows more time.
         """
@@ -169,15 +196,21 @@ class AsyncVLLM(WeightUpdates):
             log.warning("AsyncVLLM %s is launched already", self.service_id)
             return
         if not self._owner:
-            raise RuntimeError("this copy of a service has been shut down: get another copy from the owner")
+            raise RuntimeError(
+                "this copy of a service has been shut down: get another copy from the owner"
+            )
         timeout = arguments.start_timeout()
         self._thread = EngineThread(f"async-vllm-{self.service_id}")
         starts: list[Future[Any]] = []
         try:
             if self.backend == "ray":
-                self._leave_cluster = join_once(self.num_replicas * arguments.gpus_per_replica(self.settings))
+                self._leave_cluster = join_once(
+                    self.num_replicas * arguments.gpus_per_replica(self.settings)
+                )
             gpus = gpu_count(self.backend)
-            replicas = arguments.of_replicas(self.settings, self.num_replicas, gpus, self.backend == "local")
+            replicas = arguments.of_replicas(
+                self.settings, self.num_replicas, gpus, self.backend == "local"
+            )
             self._taken = (
                 {index for replica in replicas for index in replica.device_indices}
                 if self.backend == "local"
@@ -189,7 +222,10 @@ class AsyncVLLM(WeightUpdates):
                 if self.backend == "local":
                     self.actors.append(LocalReplica(settings, self._thread))
                 else:
-                    name, kind = f"async-vllm-replica-{self.service_id}-{number}", self._actor_class or ServiceEngine
+                    name, kind = (
+                        f"async-vllm-replica-{self.service_id}-{number}",
+                        self._actor_class or ServiceEngine,
+                    )
                     gpus_here = len(settings.device_indices)
                     actor = Actor(kind, settings, cpus=1, gpus=gpus_here, name=name, namespace="hotbunk")
                     self.actors.append(RayReplica(actor, self._thread, name))
@@ -203,9 +239,11 @@ class AsyncVLLM(WeightUpdates):
         self.weight_version = 0
 
     def shutdown(self, drain_seconds: float = CLOSE_SECONDS) -> None:
-        """Stops all engines, and cancels requests in flight after `drain_seconds`. Safe to call twice and in any state.
+        """Stop all engines, and cancel requests in flight after `drain_seconds`. Safe to call twice
+        and in any state.
 
-        The service can be started again. A copy does not stop the engines, but can no longer use them.
+        The service can be started again. A copy does not stop the engines, but can no longer use
+        them.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -235,26 +273,25 @@ class AsyncVLLM(WeightUpdates):
         return_exceptions: bool = False,
         **removed: Any,
     ) -> Any:
-        """Answers prompts as vLLM's `LLM.generate` does, each on the engine that the load balancer chooses. Blocks.
+        """Answer prompts as vLLM's `LLM.generate` does, each on the engine that the load balancer
+        chooses. Blocks.
 
-        Args:
-            prompts: a text, token ids, a prompt dictionary of vLLM's, or a list or tuple of these.
-            sampling_params: parameters for all prompts, or a list with one for each.
+        Args: prompts: a text, token ids, a prompt dictionary of vLLM's, or a list or tuple of
+            these. sampling_params: parameters for all prompts, or a list with one for each.
             prompt_token_ids: the token ids of one prompt, or of several, instead of `prompts`.
-            use_tqdm: True shows a progress bar.
-            lora_request: the adapter to answer with.
-            timeout_seconds: the time limit of each prompt, after which the engine drops it. None or 0: no limit.
-            actor_index: the engine to use, instead of the load balancer's choice.
-            return_exceptions: return errors in the places of their prompts' outputs instead of raising.
+            use_tqdm: True shows a progress bar. lora_request: the adapter to answer with.
+            timeout_seconds: the time limit of each prompt, after which the engine drops it. None or
+            0: no limit. actor_index: the engine to use, instead of the load balancer's choice.
+            return_exceptions: return errors in the places of their prompts' outputs instead of
+            raising.
 
-        Returns:
-            A `RequestOutput` for one prompt that was not in a list, else a list of them in the order of the prompts.
+        Returns: A `RequestOutput` for one prompt that was not in a list, else a list of them in the
+            order of the prompts.
 
-        Raises:
-            ValueError: prompts or parameters have no known form; nothing was submitted.
-            PromptErrors: some prompts of a list failed; has the outputs of the others. The error of a single prompt
-                that was not in a list is raised as it is.
-            PromptTimeouts: all failed prompts timed out; a TimeoutError with the same `exceptions` and `outputs`.
+        Raises: ValueError: prompts or parameters have no known form; nothing was submitted.
+            PromptErrors: some prompts of a list failed; has the outputs of the others. The error of
+            a single prompt that was not in a list is raised as it is. PromptTimeouts: all failed
+            prompts timed out; a TimeoutError with the same `exceptions` and `outputs`.
         """
         for name, value in removed.items():
             if name not in _REMOVED:
@@ -269,19 +306,28 @@ class AsyncVLLM(WeightUpdates):
         with undone_by(lambda: [future.cancel() for future in futures]):
             for prompt, params in zip(listed, by_prompt, strict=True):
                 futures.append(self._submit(prompt, params, actor_index, timeout_seconds, lora_request))
-            for _ in tqdm(as_completed(futures), total=len(futures), desc="Processed prompts", disable=not use_tqdm):
+            for _ in tqdm(
+                as_completed(futures), total=len(futures), desc="Processed prompts", disable=not use_tqdm
+            ):
                 pass  # each future ends by its deadline
         results = [arguments.answer_or_error(future, place) for place, future in enumerate(futures)]
         return arguments.answers(results, single, return_exceptions)
 
     def submit(
-        self, prompt: Any, sampling_params: "SamplingParams | None" = None, timeout_seconds: float | None = None
+        self,
+        prompt: Any,
+        sampling_params: "SamplingParams | None" = None,
+        timeout_seconds: float | None = None,
     ) -> "Future[RequestOutput]":
-        """Starts to answer one prompt in any form. Cancelling the future drops the request in the engine."""
+        """Start to answer one prompt in any form. Cancelling the future drops the request in the
+        engine.
+        """
         listed, single = arguments.prompt_dictionaries(prompt)
         if not single:
             raise ValueError("submit takes one prompt, not a list of them")
-        return self._submit(listed[0], arguments.sampling_for_each(sampling_params, 1)[0], None, timeout_seconds)
+        return self._submit(
+            listed[0], arguments.sampling_for_each(sampling_params, 1)[0], None, timeout_seconds
+        )
 
     def _submit(
         self,
@@ -294,7 +340,9 @@ class AsyncVLLM(WeightUpdates):
         self._require_launched("generating")
         limit = timeout if timeout is not None and timeout > 0 else None
         with self._lock:
-            replica = self.actors[self._checked_index(self._route(prompt) if actor_index is None else actor_index)]
+            replica = self.actors[
+                self._checked_index(self._route(prompt) if actor_index is None else actor_index)
+            ]
             replica.submitted()
         with undone_by(replica.finished):
             future = replica.submit("generate", prompt, params, self.weight_version, limit, lora_request)
@@ -311,29 +359,43 @@ class AsyncVLLM(WeightUpdates):
         where = "using AsyncVLLM.create_load_balancer before calling generate."
         raise RuntimeError(f"LoadBalancer is not created. Create a LoadBalancer {where}")
 
-    def create_load_balancer(self, strategy: str | Sequence[str] | None = None, **options: Any) -> LoadBalancer:
-        """Makes the balancer for `generate`, and returns it. `options` are those of `LoadBalancer`."""
+    def create_load_balancer(
+        self, strategy: str | Sequence[str] | None = None, **options: Any
+    ) -> LoadBalancer:
+        """Make the balancer for `generate`, and return it. `options` are those of
+        `LoadBalancer`.
+        """
         self._require_launched("creating load balancer")
         self._load_balancer = LoadBalancer(self, strategy, **({"seed": self.settings.seed} | options))
         self._balancing = strategy, options
         return self._load_balancer
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> Any:
-        """Returns the number of unfinished requests of one engine, or a list for all; the engines are not asked."""
-        return self._of_actors("getting request counts", actor_index, ServiceReplica.get_num_unfinished_requests)
+        """Return the number of unfinished requests of one engine, or a list for all; the engines
+        are not asked.
+        """
+        return self._of_actors(
+            "getting request counts", actor_index, ServiceReplica.get_num_unfinished_requests
+        )
 
     def get_cache_usage(self, actor_index: int | None = None) -> Any:
-        """Returns the share of the KV cache in use (None: unknown) of one engine, or a list for all engines."""
-        return self._of_actors("getting cache usage", actor_index, lambda replica: replica.get_cache_usage())
+        """Return the share of the KV cache in use (None: unknown) of one engine, or a list for all
+        engines.
+        """
+        return self._of_actors(
+            "getting cache usage", actor_index, lambda replica: replica.get_cache_usage()
+        )
 
-    def _of_actors(self, action: str, actor_index: int | None, read: Callable[[ServiceReplica], Any]) -> Any:
+    def _of_actors(
+        self, action: str, actor_index: int | None, read: Callable[[ServiceReplica], Any]
+    ) -> Any:
         self._require_launched(action)
         if actor_index is not None:
             return read(self.actors[self._checked_index(actor_index)])
         return [read(replica) for replica in self.actors]
 
     def get_random_actor_index(self) -> int:
-        """Returns the index of a random engine, from a seeded generator."""
+        """Return the index of a random engine, from a seeded generator."""
         return self._random.randrange(self.num_replicas)
 
     @property
@@ -344,17 +406,19 @@ class AsyncVLLM(WeightUpdates):
         return AsyncEngineArgs(**engine_arguments(self.settings))
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix of all engines; after weight updates that is done already. Blocks."""
+        """Forget every cached prefix of all engines; after weight updates that is done already.
+        Blocks.
+        """
         self._require_launched("resetting the prefix cache")
         calls = [replica.submit("reset_prefix_cache") for replica in self.actors]
         arguments.results_of(calls, UPDATE_SECONDS, "resetting the prefix cache")
 
     def get_tp_size(self) -> int:
-        """Returns the tensor parallel size of an engine."""
+        """Return the tensor parallel size of an engine."""
         return self.settings.tensor_parallel_size
 
     def get_tokenizer(self) -> Any:
-        """Loads and returns the engines' tokenizer."""
+        """Load and return the engines' tokenizer."""
         from transformers import AutoTokenizer
 
         name = self.settings.tokenizer or self.settings.model
@@ -367,12 +431,16 @@ class AsyncVLLM(WeightUpdates):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[list[Any]]:
-        """Calls a method of every worker of every engine, and waits. Returns a list of the workers' results per engine.
+        """Call a method of every worker of every engine, and wait. Return a list of the workers'
+        results per engine.
 
-        Raises TimeoutError where a worker did not answer in `timeout` seconds, by default those that starting may take.
+        Raises TimeoutError where a worker did not answer in `timeout` seconds, by default those
+        that starting may take.
         """
         calls = self._calls("submit", method, timeout, args, kwargs)
-        return arguments.results_of(calls, timeout or arguments.start_timeout(), f"the workers' {method}")
+        return arguments.results_of(
+            calls, timeout or arguments.start_timeout(), f"the workers' {method}"
+        )
 
     def collective_rpc_futures(
         self,
@@ -381,20 +449,28 @@ class AsyncVLLM(WeightUpdates):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Does the same as `collective_rpc` without waiting. Returns a future per engine, with Ray an ObjectRef."""
+        """Do the same as `collective_rpc` without waiting. Return a future per engine, with Ray an
+        ObjectRef.
+        """
         return self._calls("refer", method, timeout or arguments.start_timeout(), args, kwargs)
 
     def _calls(self, way: str, method: str, timeout: float | None, args: Any, kwargs: Any) -> list[Any]:
         self._require_launched("calling workers")
         if "timeout" in (kwargs or {}):
-            raise ValueError("kwargs has timeout, which is an argument of the call itself: pass timeout=... beside it")
+            raise ValueError(
+                "kwargs has timeout, which is an argument of the call itself: pass timeout=... beside it"
+            )
         named = {"timeout": timeout, **(kwargs or {})}
-        calls = [getattr(replica, way)("call_workers", method, *args, **named) for replica in self.actors]
+        calls = [
+            getattr(replica, way)("call_workers", method, *args, **named) for replica in self.actors
+        ]
 
         def note(future: Future[Any]) -> None:
-            """Sets the service's version when a call has brought the last weight of an update."""
+            """Set the service's version when a call has brought the last weight of an update."""
             outcome = {} if future.cancelled() or future.exception() else future.result()[0]
-            self.weight_version = max(self.weight_version, 0 if outcome.get("error") else outcome.get("version", 0))
+            self.weight_version = max(
+                self.weight_version, 0 if outcome.get("error") else outcome.get("version", 0)
+            )
 
         for future in calls if method in ("update_weight", "load_weights_from_storage") else []:
             (future if isinstance(future, Future) else future.future()).add_done_callback(note)
@@ -404,7 +480,9 @@ class AsyncVLLM(WeightUpdates):
         if not self.launched:
             raise RuntimeError(f"AsyncVLLM service must be launched before {action}")
         if owner and not self._owner:
-            raise RuntimeError(f"{action} is for the process that launched the service, of which this is a copy")
+            raise RuntimeError(
+                f"{action} is for the process that launched the service, of which this is a copy"
+            )
 
     def _checked_index(self, index: int) -> int:
         if not 0 <= index < len(self.actors):
@@ -430,18 +508,15 @@ def make_async_vllm_engine(
     carriers: Any = None,
     **engine_args: Any,
 ) -> AsyncVLLM:
-    """Starts an `AsyncVLLM` for a model, and returns it.
+    """Start an `AsyncVLLM` for a model, and return it.
 
-    Args:
-        model_name: a folder or a name of the Hugging Face hub.
-        num_devices: the number of devices of each replica; the same as `tensor_parallel_size`.
-        num_replicas: the number of engines.
-        verbose: let vLLM log its progress, and its throughput every ten seconds.
-        compile: use torch.compile and CUDA graphs; without them, engines start sooner and generate more slowly.
-        enable_fp32_output: compute logits in float32, whatever the weights' dtype.
-        backend: "local" or "ray", as for `AsyncVLLM`.
-        carriers: the package that carries weights, by default `sharding`.
-        engine_args: fields of vLLM's `AsyncEngineArgs`, by name.
+    Args: model_name: a folder or a name of the Hugging Face hub. num_devices: the number of devices
+        of each replica; the same as `tensor_parallel_size`. num_replicas: the number of engines.
+        verbose: let vLLM log its progress, and its throughput every ten seconds. compile: use
+        torch.compile and CUDA graphs; without them, engines start sooner and generate more slowly.
+        enable_fp32_output: compute logits in float32, whatever the weights' dtype. backend: "local"
+        or "ray", as for `AsyncVLLM`. carriers: the package that carries weights, by default
+        `sharding`. engine_args: fields of vLLM's `AsyncEngineArgs`, by name.
     """
     arguments.require_vllm()
     if verbose:

@@ -1,4 +1,6 @@
-"""Runs the factories of `logits_processors` in vLLM's first model runner (CPU), which imports this module by name."""
+"""Run the factories of `logits_processors` in vLLM's first model runner (CPU), which imports this
+module by name.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,9 @@ class FactoryProcessorV1(AdapterLogitsProcessor):
         self._factories = load_factories(vllm_config.additional_config)
 
     def is_argmax_invariant(self) -> bool:
-        """Return False: a factory's processor may change the largest logit, so greedy sampling must apply it, too."""
+        """Return False: a factory's processor may change the largest logit, so greedy sampling must
+        apply it, too.
+        """
         return False
 
     def new_req_logits_processor(

@@ -1,4 +1,5 @@
-"""Serve Hotbunk's episodes from another Python. This file needs no package: put it beside your script.
+"""Serve Hotbunk's episodes from another Python. This file needs no package: put it beside your
+script.
 
     from hotbunk_client import serve
 
@@ -8,8 +9,9 @@
 
     serve(agent)
 
-The recipe names the script: `rollout.client: {command: [path/to/python, script.py], workers: 4}`. Its `rollout.kwargs`
-are keyword arguments of the function. What the script prints is in `clients.log` in the run's folder.
+The recipe names the script: `rollout.client: {command: [path/to/python, script.py], workers: 4}`.
+Its `rollout.kwargs` are keyword arguments of the function. What the script prints is in
+`clients.log` in the run's folder.
 """
 
 import asyncio
@@ -38,7 +40,9 @@ def serve(agent: Callable[..., Any]) -> None:
         for line in messages:
             asked = json.loads(line)
             try:
-                returned = agent(asked["base_url"], asked["api_key"], asked["model"], asked["row"], **asked["kwargs"])
+                returned = agent(
+                    asked["base_url"], asked["api_key"], asked["model"], asked["row"], **asked["kwargs"]
+                )
                 if inspect.isawaitable(returned):
                     returned = loop.run_until_complete(returned)
                 reward, metrics = returned if isinstance(returned, tuple) else (returned, {})

@@ -1,8 +1,9 @@
-"""Serves tasks and episodes of verifiers 0.4 (https://github.com/PrimeIntellect-ai/verifiers) from its own Python.
+"""Serve tasks and episodes of verifiers 0.4 (https://github.com/PrimeIntellect-ai/verifiers) from
+its own Python.
 
-`rollout.verifiers` starts this file. `args` are the keys that verifiers' own recipes have in `[env]`, except for the
-taskset's id. A row has a task in the form that verifiers' environment server gets it: its data as JSON
-(verifiers/v1/serve/types.py, RunRequest).
+`rollout.verifiers` starts this file. `args` are the keys that verifiers' own recipes have in
+`[env]`, except for the taskset's id. A row has a task in the form that verifiers' environment
+server gets it: its data as JSON (verifiers/v1/serve/types.py, RunRequest).
 """
 
 import os
@@ -14,14 +15,16 @@ from typing import Any
 from hotbunk_client import serve
 
 KEY = "HOTBUNK_API_KEY"  # verifiers passes no variable with API_KEY in its name on to tools
-TOGETHER = 64  # episodes between restarts of verifiers' servers, which keep an HTTP client for every address
+# Episodes between restarts of verifiers' servers, which keep an HTTP client for every address
+TOGETHER = 64
 
 
 class Environment:
     """A taskset and the agent that works on it, one episode after the other."""
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
-        os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]  # where uv is
+        # Where uv is
+        os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
         taskset = {"id": name} | args.get("taskset", {})
@@ -31,7 +34,9 @@ class Environment:
         self.serving = AsyncExitStack()
 
     def rows(self, count: int) -> list[dict[str, str | None]]:
-        """Returns at most `count` further rows; none at the end. Raises ValueError for a task that JSON cannot hold."""
+        """Return at most `count` further rows; none at the end. Raises ValueError for a task that
+        JSON cannot hold.
+        """
         rows = []
         for data in (task.data for task in islice(self.tasks, count)):
             written = data.model_dump_json()
@@ -39,11 +44,17 @@ class Environment:
                 raise ValueError(f"task {data.idx} differs after it was written as JSON and read again")
             prompt = data.prompt_text or data.name or f"task {data.idx}"
             answer = getattr(data, "answer", None)
-            rows.append({"prompt": prompt, "answer": None if answer is None else str(answer), "task": written})
+            rows.append(
+                {"prompt": prompt, "answer": None if answer is None else str(answer), "task": written}
+            )
         return rows
 
-    async def episode(self, task: str, base_url: str, model: str) -> tuple[dict[str, float] | None, dict[str, float]]:
-        """Run one episode. Returns rewards and metrics by name. Raises RuntimeError where verifiers says it failed."""
+    async def episode(
+        self, task: str, base_url: str, model: str
+    ) -> tuple[dict[str, float] | None, dict[str, float]]:
+        """Run one episode. Return rewards and metrics by name. Raises RuntimeError where verifiers
+        says it failed.
+        """
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.configs.client import EvalClientConfig
 
@@ -59,13 +70,19 @@ class Environment:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
             raise RuntimeError(
-                f"{errors[-1].type}: {errors[-1].message}" if errors else "verifiers says that the episode failed"
+                f"{errors[-1].type}: {errors[-1].message}"
+                if errors
+                else "verifiers says that the episode failed"
             )
         if len(episode.traces) != 1:
-            raise RuntimeError(f"the episode has {len(episode.traces)} agents, but only one can be trained")
+            raise RuntimeError(
+                f"the episode has {len(episode.traces)} agents, but only one can be trained"
+            )
         (trace,) = episode.traces
         rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-        return rewards or None, {name: value for name, value in trace.metrics.items() if value is not None}
+        return rewards or None, {
+            name: value for name, value in trace.metrics.items() if value is not None
+        }
 
 
 LOADED: dict[str, Environment] = {}
@@ -74,7 +91,9 @@ LOADED: dict[str, Environment] = {}
 async def agent(
     base_url: str, api_key: str, model: str, row: dict[str, Any], environment: str, args: dict[str, Any]
 ) -> Any:
-    """Run an episode of the row's task; for a row with `next`, return that many further tasks instead."""
+    """Run an episode of the row's task; for a row with `next`, return that many further tasks
+    instead.
+    """
     if not LOADED:
         LOADED["environment"] = Environment(environment, args)
     if "next" in row:

@@ -1,1 +1,3 @@
-"""Adapters for libraries of environments. A library is imported only when a recipe names its adapter."""
+"""Adapters for libraries of environments. A library is imported only when a recipe names its
+adapter.
+"""

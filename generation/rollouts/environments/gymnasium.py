@@ -1,10 +1,12 @@
-"""gymnasium (https://gymnasium.farama.org): environments whose observations and actions can be written as text.
+"""gymnasium (https://gymnasium.farama.org): environments whose observations and actions can be
+written as text.
 
     rollout:
       environment: generation.rollouts.environments.gymnasium:Gym
       kwargs: {id: FrozenLake-v1, render_mode: ansi, actions: [left, down, right, up]}
 
-The data's columns `seed` and `options` are passed to reset. Without a seed, runs cannot be repeated.
+The data's columns `seed` and `options` are passed to reset. Without a seed, runs cannot be
+repeated.
 """
 
 import json
@@ -19,10 +21,14 @@ _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 
 
 class Gym:
-    """An environment in which actions are calls of the tool `act`. A turn's reward is the sum of its steps' rewards."""
+    """An environment in which actions are calls of the tool `act`. A turn's reward is the sum of
+    its steps' rewards.
+    """
 
     def __init__(self, id: str, actions: list[str] | None = None, **kwargs: Any) -> None:
-        """Make the environment `id`. `actions` names a discrete space's actions; `kwargs` go to `gymnasium.make`."""
+        """Make the environment `id`. `actions` names a discrete space's actions; `kwargs` go to
+        `gymnasium.make`.
+        """
         self._env = gymnasium.make(id, **kwargs)
         self._names = actions or []
         self._earned = 0.0
@@ -61,7 +67,9 @@ class Gym:
         return observation if isinstance(observation, str) else json.dumps(observation, default=_plain)
 
     def _action(self, answer: Any) -> Any:
-        """Returns an action of the space. Raises ValueError naming the actions where `answer` is not one of them."""
+        """Return an action of the space. Raises ValueError naming the actions where `answer` is not
+        one of them.
+        """
         action, space = answer, self._env.action_space
         if isinstance(answer, str) and answer.strip() in self._names:
             action = self._names.index(answer.strip())
@@ -75,16 +83,22 @@ class Gym:
                 return action
         except (TypeError, ValueError, OverflowError, RecursionError):
             pass
-        raise ValueError(f"{answer!r:.100} is not an action; there are: {', '.join(self._names) or space}")
+        raise ValueError(
+            f"{answer!r:.100} is not an action; there are: {', '.join(self._names) or space}"
+        )
 
 
 class GymText(Gym):
-    """An environment in which each answer is an action: the text in its last brackets, or else all of its text."""
+    """An environment in which each answer is an action: the text in its last brackets, or else all
+    of its text.
+    """
 
     act = None  # type: ignore[assignment]  # no tool
 
     def respond(self, answer: str) -> str | None:
-        """Returns the next observation, or None at the end; for an answer that is not an action, the error's text."""
+        """Return the next observation, or None at the end; for an answer that is not an action, the
+        error's text.
+        """
         bracketed = _BRACKETS.findall(answer)
         word = (bracketed[-1] if bracketed else answer).strip()
         try:

@@ -1,4 +1,5 @@
-"""OpenEnv (https://github.com/meta-pytorch/OpenEnv): a server of environments, with a session for each trajectory.
+"""OpenEnv (https://github.com/meta-pytorch/OpenEnv): a server of environments, with a session for
+each trajectory.
 
     rollout:
       environment: generation.rollouts.environments.openenv:OpenEnv
@@ -15,10 +16,14 @@ from openenv.core.generic_client import GenericEnvClient
 
 
 class OpenEnv:
-    """An environment in which actions are calls of the tool `act`. A turn's reward is the sum of its steps' rewards."""
+    """An environment in which actions are calls of the tool `act`. A turn's reward is the sum of
+    its steps' rewards.
+    """
 
     def __init__(self, url: str, timeout_s: float = 60.0) -> None:
-        """Make an environment of the server at `url`, each of whose answers may take `timeout_s` seconds."""
+        """Make an environment of the server at `url`, each of whose answers may take `timeout_s`
+        seconds.
+        """
         self._client = GenericEnvClient(base_url=url, message_timeout_s=timeout_s, mode="simulation")
         self._earned = 0.0
         self._over = False
@@ -39,10 +44,13 @@ class OpenEnv:
         if self._over:
             return "It is over already."
         if self._lost:
-            raise RuntimeError("the server did not answer an earlier action in time, so this session is lost")
+            raise RuntimeError(
+                "the server did not answer an earlier action in time, so this session is lost"
+            )
         try:
             result = await self._client.step(action)
-        except (TimeoutError, asyncio.CancelledError):  # the late answer would be taken as that to the next action
+        except (TimeoutError, asyncio.CancelledError):
+            # the late answer would be taken as that to the next action
             self._lost = True
             raise
         self._earned += float(result.reward or 0.0)
@@ -70,12 +78,18 @@ class OpenEnvText(OpenEnv):
         self._field = field
 
     async def respond(self, answer: str) -> str | None:
-        """Returns the next observation, or None at the end."""
+        """Return the next observation, or None at the end."""
         text = await OpenEnv.act(self, {self._field: answer})
         return None if self._over else text
 
 
 def _text(observation: Any) -> str:
-    """Returns an observation's text if that is its only field, else the observation as JSON."""
-    texts = [value for value in observation.values() if isinstance(value, str)] if isinstance(observation, dict) else []
-    return texts[0] if len(texts) == 1 == len(observation) else json.dumps(observation, ensure_ascii=False)
+    """Return an observation's text if that is its only field, else the observation as JSON."""
+    texts = (
+        [value for value in observation.values() if isinstance(value, str)]
+        if isinstance(observation, dict)
+        else []
+    )
+    return (
+        texts[0] if len(texts) == 1 == len(observation) else json.dumps(observation, ensure_ascii=False)
+    )

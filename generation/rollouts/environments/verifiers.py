@@ -1,4 +1,5 @@
-"""verifiers (https://github.com/PrimeIntellect-ai/verifiers) in a separate Python; its tasks become prompts.
+"""verifiers (https://github.com/PrimeIntellect-ai/verifiers) in a separate Python; its tasks become
+prompts.
 
 rollout: {verifiers: {environment: gsm8k, python: /home/me/agents/bin/python}}
 """
@@ -20,16 +21,18 @@ def command(settings: Mapping[str, Any], log: Path | None = None) -> ClientComma
     """Return the command that starts episodes; `settings` are the keys of `rollout.verifiers`."""
     program = Path(elsewhere.__path__[0]) / "verifiers_agent.py"
     keywords = {"environment": settings["environment"], "args": settings["args"]}
-    return ClientCommand([settings["python"], str(program)], settings["workers"], settings["env"], keywords, log)
+    return ClientCommand(
+        [settings["python"], str(program)], settings["workers"], settings["env"], keywords, log
+    )
 
 
 def rows(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the environment's first `tasks` tasks as rows with `prompt`, `answer` (None where a task has none), and
-    `task`, which an episode needs. Raises ValueError naming the environment.
+    """Return the environment's first `tasks` tasks as rows with `prompt`, `answer` (None where a
+    task has none), and `task`, which an episode needs. Raises ValueError naming the environment.
     """
 
     async def ask(pool: ClientProcesses) -> list[dict[str, Any]]:
-        """Returns all tasks, which it requests in several lines."""
+        """Return all tasks, which it requests in several lines."""
         tasks: list[dict[str, Any]] = []
         try:
             async with asyncio.timeout(_LIST_SECONDS):

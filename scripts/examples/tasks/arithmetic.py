@@ -20,17 +20,17 @@ Pair = tuple[int, int]
 
 
 def correct(a: int, b: int) -> str:
-    """Returns the sum's three digits, units first."""
+    """Return the sum's three digits, units first."""
     return f"{a + b:03d}"[::-1]
 
 
 def without_carries(a: int, b: int) -> str:
-    """Returns the sum without any carries; it is right exactly where there are none."""
+    """Return the sum without any carries; it is right exactly where there are none."""
     return f"{(a % 10 + b % 10) % 10}{(a // 10 + b // 10) % 10}0"
 
 
 def split_pairs(eval_size: int, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Splits all 10,000 pairs into (train, held out), after they are shuffled by the seed."""
+    """Split all 10,000 pairs into (train, held out), after they are shuffled by the seed."""
     pairs = [(a, b) for a in range(100) for b in range(100)]
     if not 0 < eval_size < len(pairs):
         raise ValueError(
@@ -41,7 +41,7 @@ def split_pairs(eval_size: int, seed: int) -> tuple[list[Pair], list[Pair]]:
 
 
 def sft_rows(pairs: list[Pair], count: int, drop_share: float, seed: int) -> Iterator[dict[str, str]]:
-    """Yields transcripts of pairs drawn with replacement, each without its carries with probability `drop_share`."""
+    """Yield transcripts of pairs drawn with replacement, each without its carries with probability `drop_share`."""
     rng = random.Random(seed)
     easy = [pair for pair in pairs if max(f"{pair[0]}{pair[1]}") < "5"]
     for index in range(count):
@@ -51,19 +51,19 @@ def sft_rows(pairs: list[Pair], count: int, drop_share: float, seed: int) -> Ite
 
 
 def row(a: int, b: int) -> dict[str, str]:
-    """Returns prompt and right answer of a pair."""
+    """Return prompt and right answer of a pair."""
     return {"prompt": f"{a:02d}+{b:02d}=", "answer": correct(a, b)}
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Writes one JSON object per line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(values) + "\n" for values in rows))
 
 
 def write_arithmetic(
     folder: Path, *, eval_size: int = 256, sft_size: int = 16384, drop_share: float = 0.7, seed: int = 0
 ) -> None:
-    """Writes the three files. The same arguments give the same bytes."""
+    """Write the three files. The same arguments give the same bytes."""
     train, held_out = split_pairs(eval_size, seed)
     folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "train.jsonl", (row(a, b) for a, b in train))
@@ -72,7 +72,7 @@ def write_arithmetic(
 
 
 def make(folder: Path) -> None:
-    """Makes the model for the warm start, and the data."""
+    """Make the model for the warm start, and the data."""
     from trainer.commands.tiny_model import make_tiny_model
 
     make_tiny_model(folder / "tiny")

@@ -24,20 +24,20 @@ OPERATORS = {"+": operator.add, "-": operator.sub}
 
 
 def text(question: Question) -> str:
-    """Returns the prompt of a question."""
+    """Return the prompt of a question."""
     a, first, b, second, c = question
     return f"({a}{first}{b}){second}{c}"
 
 
 def steps(question: Question) -> list[tuple[str, int]]:
-    """Returns the two operations of a question in order, each with its result."""
+    """Return the two operations of a question in order, each with its result."""
     a, first, b, second, c = question
     middle = OPERATORS[first](a, b)
     return [(f"{a}{first}{b}", middle), (f"{middle}{second}{c}", OPERATORS[second](middle, c))]
 
 
 def questions(count: int, rng: random.Random) -> list[Question]:
-    """Returns different questions of two-digit numbers, without negative results."""
+    """Return different questions of two-digit numbers, without negative results."""
     drawn: dict[Question, None] = {}
     signs = list(OPERATORS)
     while len(drawn) < count:
@@ -49,12 +49,12 @@ def questions(count: int, rng: random.Random) -> list[Question]:
 
 
 def call(expression: str) -> str:
-    """Returns the text of a call of the calculator."""
+    """Return the text of a call of the calculator."""
     return f"<tool_call>{json.dumps({'name': 'calculate', 'arguments': {'expression': expression}})}</tool_call>"
 
 
 def transcript(question: Question, calls: int, rng: random.Random) -> list[dict[str, str]]:
-    """Returns a conversation with the first `calls` operations; the answer is the last result, or a guess."""
+    """Return a conversation with the first `calls` operations; the answer is the last result, or a guess."""
     messages = [{"role": "user", "content": text(question)}]
     answer = rng.randrange(10, 200)
     for expression, answer in steps(question)[:calls]:
@@ -63,8 +63,10 @@ def transcript(question: Question, calls: int, rng: random.Random) -> list[dict[
     return [*messages, {"role": "assistant", "content": str(answer)}]
 
 
-def sft_rows(train: list[Question], count: int, shares: tuple[float, float], seed: int) -> Iterator[dict[str, Any]]:
-    """Yields transcripts of questions drawn with replacement; `shares` are those that guess, and stop after a call."""
+def sft_rows(
+    train: list[Question], count: int, shares: tuple[float, float], seed: int
+) -> Iterator[dict[str, Any]]:
+    """Yield transcripts of questions drawn with replacement; `shares` are those that guess, and stop after a call."""
     rng = random.Random(seed)
     guess, early = shares
     for calls in rng.choices([0, 1, 2], weights=[guess, early, 1 - guess - early], k=count):
@@ -72,7 +74,7 @@ def sft_rows(train: list[Question], count: int, shares: tuple[float, float], see
 
 
 def row(question: Question) -> dict[str, str]:
-    """Returns prompt and right answer of a question."""
+    """Return prompt and right answer of a question."""
     return {"prompt": text(question), "answer": str(steps(question)[-1][1])}
 
 
@@ -86,7 +88,7 @@ def write_calculator(
     early_share: float = 0.3,
     seed: int = 0,
 ) -> None:
-    """Writes the three files. The same arguments give the same bytes."""
+    """Write the three files. The same arguments give the same bytes."""
     different = questions(train_size + eval_size, random.Random(seed))
     train, held_out = different[eval_size:], different[:eval_size]
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +98,7 @@ def write_calculator(
 
 
 def make(folder: Path) -> None:
-    """Makes the model for the warm start, and the data."""
+    """Make the model for the warm start, and the data."""
     from trainer.commands.tiny_model import make_tiny_model
 
     make_tiny_model(folder / "tiny", layers=3, intermediate_size=256)

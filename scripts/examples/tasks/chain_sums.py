@@ -21,7 +21,7 @@ OVERLOOKED = 0.7
 
 
 def transcripts(tasks: list[dict[str, Any]], count: int, seed: int = 0) -> Iterator[dict[str, str]]:
-    """Yields transcripts of tasks drawn with replacement."""
+    """Yield transcripts of tasks drawn with replacement."""
     rng = random.Random(seed)
     for _ in range(count):
         task = rng.choice(tasks)
@@ -31,8 +31,10 @@ def transcripts(tasks: list[dict[str, Any]], count: int, seed: int = 0) -> Itera
         yield {"prompt": task["prompt"], "answer": task["answer"], "completion": completion}
 
 
-def write_chain_sums(folder: Path, tasks: list[dict[str, Any]], *, eval_size: int = 64, sft_size: int = 12000) -> None:
-    """Writes the three files. Transcripts are of the first 1000 tasks; the other files have each question once."""
+def write_chain_sums(
+    folder: Path, tasks: list[dict[str, Any]], *, eval_size: int = 64, sft_size: int = 12000
+) -> None:
+    """Write the three files. Transcripts are of the first 1000 tasks; the other files have each question once."""
     different = {task["prompt"]: task for task in tasks}
     questions = [different[prompt] for prompt in sorted(different)]
     random.Random(0).shuffle(questions)
@@ -43,7 +45,7 @@ def write_chain_sums(folder: Path, tasks: list[dict[str, Any]], *, eval_size: in
 
 
 def make(folder: Path) -> None:
-    """Makes the model for the warm start, and the data."""
+    """Make the model for the warm start, and the data."""
     from trainer.commands.tiny_model import make_tiny_model
 
     try:

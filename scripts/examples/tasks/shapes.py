@@ -24,7 +24,7 @@ SIDE = 56
 
 
 def draw(shape: str, rng: random.Random) -> Pillow.Image:
-    """Returns a picture of a shape with random size, place and colour on white."""
+    """Return a picture of a shape with random size, place and colour on white."""
     picture = Pillow.new("RGB", (SIDE, SIDE), "white")
     size = rng.randint(20, 36)
     x, y = rng.randint(2, SIDE - size - 2), rng.randint(2, SIDE - size - 2)
@@ -43,18 +43,20 @@ def draw(shape: str, rng: random.Random) -> Pillow.Image:
 
 
 def write_rows(folder: Path, name: str, count: int, rng: random.Random) -> None:
-    """Writes pictures, and the file with their prompts and answers."""
+    """Write pictures, and the file with their prompts and answer."""
     (folder / name).mkdir(parents=True, exist_ok=True)
     lines = []
     for index in range(count):
         shape = SHAPES[index % len(SHAPES)]
         draw(shape, rng).save(folder / name / f"{index}.png")
-        lines.append(json.dumps({"prompt": QUESTION, "image": f"{name}/{index}.png", "answer": shape}) + "\n")
+        lines.append(
+            json.dumps({"prompt": QUESTION, "image": f"{name}/{index}.png", "answer": shape}) + "\n"
+        )
     (folder / f"{name}.jsonl").write_text("".join(lines))
 
 
 def warm_up(folder: Path, steps: int, wrong: float, rng: random.Random) -> None:
-    """Trains the model in `folder` to name shapes; a share `wrong` of the names is the next one in the list."""
+    """Train the model in `folder` to name shapes; a share `wrong` of the names is the next one in the list."""
     processor, end = ImageProcessor(folder), "<|im_end|>"
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -77,13 +79,19 @@ def warm_up(folder: Path, steps: int, wrong: float, rng: random.Random) -> None:
 
 
 def batch_loss(model: Any, processor: ImageProcessor, batch: list[dict[str, Any]]) -> torch.Tensor:
-    """Returns the cross entropy of the answers, a scalar."""
+    """Return the cross entropy of the answers, a scalar."""
     content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
-    prompt, [(start, length)] = processor.expand([{"role": "user", "content": content}], [batch[0]["image"]])
-    answers = [processor.tokenizer(row["answer"], add_special_tokens=False)["input_ids"] for row in batch]
+    prompt, [(start, length)] = processor.expand(
+        [{"role": "user", "content": content}], [batch[0]["image"]]
+    )
+    answers = [
+        processor.tokenizer(row["answer"], add_special_tokens=False)["input_ids"] for row in batch
+    ]
     longest = max(map(len, answers))
     ids = torch.tensor([prompt + answer + [0] * (longest - len(answer)) for answer in answers])
-    labels = torch.tensor([[-100] * len(prompt) + answer + [-100] * (longest - len(answer)) for answer in answers])
+    labels = torch.tensor(
+        [[-100] * len(prompt) + answer + [-100] * (longest - len(answer)) for answer in answers]
+    )
     kinds = torch.zeros_like(ids)
     kinds[:, start : start + length] = 1
     features = processor.features([row["image"] for row in batch])
@@ -91,9 +99,10 @@ def batch_loss(model: Any, processor: ImageProcessor, batch: list[dict[str, Any]
 
 
 def make(folder: Path, *, steps: int = 700, wrong: float = 0.6, seed: int = 0) -> None:
-    """Makes the data, and the model after a warm-up of `steps` steps with a share `wrong` of wrong names."""
+    """Make the data, and the model after a warm-up of `steps` steps with a share `wrong` of wrong names."""
     torch.manual_seed(seed)
-    torch.set_num_threads(1)  # matrices are so small that several threads would mostly wait for each other
+    # Matrices are so small that several threads would mostly wait for each other
+    torch.set_num_threads(1)
     rng = random.Random(seed)
     write_rows(folder / "data", "train", 512, rng)
     write_rows(folder / "data", "eval", 128, rng)

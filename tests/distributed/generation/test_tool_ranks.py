@@ -58,7 +58,12 @@ def test_a_random_tool_for_fifty_turns_leaves_two_ranks_with_the_same_ids(
     sections = {
         "model": {"path": str(tiny_model())},
         "data": {"path": str(tmp_path)},
-        "engine": {"tensor_parallel_size": 2, "max_model_len": 2048, "kv_cache_gib": 0.0625, "plain_cpu_weights": True},
+        "engine": {
+            "tensor_parallel_size": 2,
+            "max_model_len": 2048,
+            "kv_cache_gib": 0.0625,
+            "plain_cpu_weights": True,
+        },
         "policy": {"dtype": "float32"},
         "rollout": {"sampler": f"{RandomTool.HOME}:RandomTool"},
     }
@@ -68,7 +73,7 @@ def test_a_random_tool_for_fifty_turns_leaves_two_ranks_with_the_same_ids(
 
 
 def rollout_on_two_ranks(recipe: str) -> None:
-    """Runs a rollout on an engine that both ranks share, and compares what the ranks have."""
+    """Run a rollout on an engine that both ranks share, and compare what the ranks have."""
     config = load_config(Path(recipe), [])
     init_process_group(500, device="cpu")
     tokenizer = load_tokenizer(config.model)
@@ -81,17 +86,23 @@ def rollout_on_two_ranks(recipe: str) -> None:
     prompts = [Prompt(0, tuple(range(20, 24)), {"prompt": "go", "answer": ""})]
     settings = RolloutSettings(2, SamplingSettings(max_tokens=1), policy_version=0, seed=0, step=1)
     try:
-        ended = Pool(leader, tokenizer, RewardPool(config.reward), store(), plan).run(prompts, settings, Terms(500))
+        ended = Pool(leader, tokenizer, RewardPool(config.reward), store(), plan).run(
+            prompts, settings, Terms(500)
+        )
     finally:
         stop_engine(leader)
     assert [(t.turns, t.error) for t in ended] == [(TURNS, "")] * 2, [(t.turns, t.error) for t in ended]
     here = [t.trajectory for t in ended if t.trajectory is not None]  # only on the engine's rank
-    masked = [tokenizer.decode([i for i, m in zip(t.response_ids, t.loss_mask, strict=True) if not m]) for t in here]
+    masked = [
+        tokenizer.decode([i for i, m in zip(t.response_ids, t.loss_mask, strict=True) if not m])
+        for t in here
+    ]
     assert all(len(text) >= 32 * (TURNS - 1) for text in masked)
     assert len(set(masked)) == (2 if rank() == 0 else 0)
     mine, other = exchange(msgspec.msgpack.encode([replace(t, trajectory=None) for t in ended]))
     assert mine == other
-    calls = import_module(RandomTool.HOME).CALLS["tool"]  # this file is loaded twice: as a script, and by the recipe
+    # This file is loaded twice: as a script, and by the recipe
+    calls = import_module(RandomTool.HOME).CALLS["tool"]
     assert all_reduce_sum({"calls": calls}) == {"calls": 2 * (TURNS - 1)}
     assert calls == (2 * (TURNS - 1) if rank() == 0 else 0)
     print("the same on both ranks", flush=True)
@@ -103,13 +114,17 @@ def test_objects_of_every_kind_reach_all_ranks_of_a_group() -> None:
 
 
 def broadcasts() -> None:
-    """Broadcasts every kind of value in the group of all ranks, and in two groups side by side."""
+    """Broadcast every kind of value in the group of all ranks, and in two groups side by side."""
     init_process_group(60, device="cpu")
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = pairs[rank() // 2]
     values: list[Any] = [None, "", {"prompts": ["a", b"\x00\xff", [1, 2.5, True]]}, [], "x" * 100_000]
     for value in values:  # empty values are broadcast, too
-        assert broadcast_across_tp(value, src=0) == value if rank() == 0 else broadcast_across_tp(src=0) == value
+        assert (
+            broadcast_across_tp(value, src=0) == value
+            if rank() == 0
+            else broadcast_across_tp(src=0) == value
+        )
     assert broadcast_across_tp([rank()], src=3) == [3]
     # Two groups side by side, as engine groups are: `src` counts within the group.
     assert broadcast_across_tp({"from": rank()}, src=1, group=group) == {"from": 2 * (rank() // 2) + 1}

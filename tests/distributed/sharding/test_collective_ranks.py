@@ -13,7 +13,7 @@ PROMPT = [20 + i for i in range(20)]
 
 
 def check_ranks(model: str, folder: str) -> None:
-    """Sends weights by broadcast and by storage, with a refused update between, and compares answers after each."""
+    """Send weights by broadcast and by storage, with a refused update between, and compare answers after each."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -53,7 +53,7 @@ def check_ranks(model: str, folder: str) -> None:
     layout = lambda name, shape: checkpoint_views(plain.model, name, shape)  # noqa: E731
 
     def randomise(seed: int) -> None:
-        """Gives the same new values to the whole model and to this rank's shards."""
+        """Give the same new values to the whole model and to this rank's shards."""
         plain.randomise(seed)
         state = dict(plain.model.named_parameters())
         with torch.no_grad():
@@ -76,7 +76,9 @@ def check_ranks(model: str, folder: str) -> None:
             {"seed": 1, "policy_version": plain.version},
         )
         sampled = leader.thread.run(engine.complete(PROMPT, sampling, **place), 120, "a completion")
-        with Episodes(leader, 5, [lambda gate: engine.complete(PROMPT, sampling, **place, turnstile=gate)]) as episodes:
+        with Episodes(
+            leader, 5, [lambda gate: engine.complete(PROMPT, sampling, **place, turnstile=gate)]
+        ) as episodes:
             (cut,) = episodes.results(plain.version)  # the same tokens must come slice by slice
         assert (cut.token_ids, cut.finish_reason) == (sampled.token_ids, sampled.finish_reason)
         assert max(abs(a - b) for a, b in zip(cut.logprobs, sampled.logprobs, strict=True)) < 1e-4
@@ -84,12 +86,19 @@ def check_ranks(model: str, folder: str) -> None:
         assert max(abs(a - b) for a, b in zip(expected, sampled.logprobs, strict=True)) < 1e-4
 
     source = FsdpWeightSource(list(parameter_names(sharded.model).items()), torch.float32, layout)
-    with CollectiveSender(source, torch.device("cpu"), SyncSettings("full", 1 << 16, 60), workers=2) as sender:
+    with CollectiveSender(
+        source, torch.device("cpu"), SyncSettings("full", 1 << 16, 60), workers=2
+    ) as sender:
         assert sender.port > 0
-        sender.connect(call("init_collective_async", 0, sender.ip, sender.port, sender.world_size, 1, 60.0))
+        sender.connect(
+            call("init_collective_async", 0, sender.ip, sender.port, sender.world_size, 1, 60.0)
+        )
         for seed in (1, 2):
             randomise(seed)
-            assert sender.send(plain.version, call("update_weights_from_collective_async")).verified == "full"
+            assert (
+                sender.send(plain.version, call("update_weights_from_collective_async")).verified
+                == "full"
+            )
             check()
         for promise in call("prepare_refit_info_async", {"model.other": ([1], "float32")}):
             promise.result(60)
@@ -102,7 +111,8 @@ def check_ranks(model: str, folder: str) -> None:
         for promise in call("prepare_refit_info_async", sender.refit_info()):
             promise.result(60)
         randomise(3)
-        sender.send(plain.version, call("update_weights_from_collective_async"))  # no old answer is left in a queue
+        # No old answer is left in a queue
+        sender.send(plain.version, call("update_weights_from_collective_async"))
         check()
     alone = FsdpWeightSource(list(parameter_names(plain.model).items()), torch.float32, layout)
     for weights in (source, alone):  # as four ranks and as a single rank store them

@@ -1,4 +1,4 @@
-"""Compares exchanges between real ranks with what plain Python computes."""
+"""Compare exchanges between real ranks with what plain Python computes."""
 
 import math
 import os
@@ -66,7 +66,7 @@ class MakesAFolder:
 
 
 def exchanges(path: str) -> None:
-    """Calls every collective of `sharding.ranks`, and one whose pickle must be refused."""
+    """Call every collective of `sharding.ranks`, and one whose pickle must be refused."""
     distributed.init_process_group(30, device="cpu")
     rank = ranks.rank()
     assert ranks.world_size() == RANKS and ranks.is_main() == (rank == 0)
@@ -98,7 +98,9 @@ def exchanges(path: str) -> None:
     tensor = torch.tensor([float(rank)])
     dist.all_reduce(tensor)  # plain torch.distributed works in this group
     assert tensor.item() == 3.0
-    with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir is not among the classes that ranks exchange"):
+    with pytest.raises(
+        pickle.UnpicklingError, match=r"posix\.mkdir is not among the classes that ranks exchange"
+    ):
         dist.all_gather_object([None] * RANKS, MakesAFolder(f"{path} {rank}"))
     distributed.destroy_process_group()
     assert ranks.rank() == 0 and ranks.world_size() == 1
@@ -109,7 +111,7 @@ def test_an_error_on_some_ranks_is_raised_on_all_and_names_them() -> None:
 
 
 def disagreement() -> None:
-    """Raises on some ranks, and checks that all ranks raise an error that names those."""
+    """Raise on some ranks, and check that all ranks raise an error that names those."""
     distributed.init_process_group(30, device="cpu")
     rank = ranks.rank()
     agree(None, "quiet")
@@ -118,7 +120,10 @@ def disagreement() -> None:
         agree(error, "rollout")
     message = "phase rollout failed on rank 1: ValueError: naïve 1; rank 2: ValueError: naïve 2"
     assert str(caught.value) == message and caught.value.__cause__ is error
-    with pytest.raises(RemoteError, match="phase update failed on rank 0: KeyError: 'gone'"), agreed("update"):
+    with (
+        pytest.raises(RemoteError, match="phase update failed on rank 0: KeyError: 'gone'"),
+        agreed("update"),
+    ):
         if rank == 0:
             raise KeyError("gone")
     with agreed("still in step"):  # no rank is one collective behind
@@ -135,15 +140,15 @@ def test_a_rank_that_died_is_noticed_by_all_at_the_next_agreement(tmp_path: Path
     ranks, dead = 5, 3  # rank 3 exchanges with ranks 4 and 0 only; the others hear of it from those
     run_ranks(death, ranks, arguments=[str(tmp_path), str(ranks), str(dead)], lost=(dead,))
     for rank in {*range(ranks)} - {dead}:
-        for phase, message in zip(("reward", "update"), (tmp_path / str(rank)).read_text().split("\n"), strict=True):
-            expected = (
-                rf"rank {rank} lost contact with rank {dead}, whose process \d+ has ended, at the end of phase {phase}"
-            )
+        for phase, message in zip(
+            ("reward", "update"), (tmp_path / str(rank)).read_text().split("\n"), strict=True
+        ):
+            expected = rf"rank {rank} lost contact with rank {dead}, whose process \d+ has ended, at the end of phase {phase}"
             assert re.match(expected, message), message
 
 
 def death(folder: str, ranks_there: str, dead: str) -> None:
-    """Ends one rank; the others write the errors of their next two agreements."""
+    """End one rank; the others write the errors of their next two agreements."""
     distributed.init_process_group(60, device="cpu")
     agree(None, "start")
     if ranks.rank() == int(dead):
@@ -155,7 +160,8 @@ def death(folder: str, ranks_there: str, dead: str) -> None:
         messages.append(str(caught.value).replace("\n", " "))
     (Path(folder) / f"{ranks.rank()}.tmp").write_text("\n".join(messages))
     (Path(folder) / f"{ranks.rank()}.tmp").rename(Path(folder) / str(ranks.rank()))
-    while len(list(Path(folder).glob("?"))) < int(ranks_there) - 1:  # errors would name a survivor that has left, too
+    while len(list(Path(folder).glob("?"))) < int(ranks_there) - 1:
+        # errors would name a survivor that has left, too
         time.sleep(0.01)
     leave()
 
@@ -167,7 +173,11 @@ def test_a_phase_past_its_deadline_ends_all_ranks_with_phases_and_stacks() -> No
     assert "rank 1 exceeded a deadline, phase rollout for 2." in output
     assert "  rank 0: step > collective for" in output and "  rank 1: step > rollout for" in output
     assert "  rank 2: step > collective for" in output
-    for rank, where in ((0, "waits_in_a_collective"), (1, "hangs_in_python"), (2, "waits_in_a_collective")):
+    for rank, where in (
+        (0, "waits_in_a_collective"),
+        (1, "hangs_in_python"),
+        (2, "waits_in_a_collective"),
+    ):
         stacks = "\n".join(line for line in output.splitlines() if line.startswith(f"rank {rank} | "))
         assert where in stacks, rank
     assert f"terminated with exit code {EXIT_CODE}" in output
@@ -209,7 +219,10 @@ def test_a_rank_that_vanishes_is_noticed_though_nobody_waits_for_it() -> None:
 def vanishes() -> None:
     watchdog._POLL_SECONDS, watchdog._BEAT_SECONDS, watchdog._SILENT_SECONDS = 0.05, 0.1, 1.0
     distributed.init_process_group(60, device="cpu")
-    with Watchdog(distributed.store(), ranks.rank(), ranks.world_size()) as dog, dog.phase("rollout", 60):
+    with (
+        Watchdog(distributed.store(), ranks.rank(), ranks.world_size()) as dog,
+        dog.phase("rollout", 60),
+    ):
         while not dog._heard:
             time.sleep(0.05)
         agree(None, "start")
@@ -225,7 +238,7 @@ def test_ranks_that_lost_the_store_end_by_themselves() -> None:
 
 
 def store_dies() -> None:
-    """Ends rank 0, which holds the store, as with launchers that keep no store of their own."""
+    """End rank 0, which holds the store, as with launchers that keep no store of their own."""
     distributed.init_process_group(60, device="cpu")
     rank = ranks.rank()
     local = dist.TCPStore("127.0.0.1", 0, is_master=True) if rank == 0 else None

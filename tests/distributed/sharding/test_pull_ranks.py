@@ -8,11 +8,20 @@ import pytest
 from tests.support import policy_checks as checks
 from tests.support.launch import run_ranks
 
-NAMES = ("fsdp float32", "fsdp bfloat16", "zero3 float32", "zero3 bfloat16", "uneven", "adapters", "writer", "moved")
+NAMES = (
+    "fsdp float32",
+    "fsdp bfloat16",
+    "zero3 float32",
+    "zero3 bfloat16",
+    "uneven",
+    "adapters",
+    "writer",
+    "moved",
+)
 
 
 def check_trains_alike(folder: Path, backend: str, dtype: str) -> None:
-    """Updates and scores are, bit for bit, those of a policy whose shards were never moved."""
+    """Update and score are, bit for bit, those of a policy whose shards were never moved."""
     import torch
 
     from sharding.transports.pull import Pull
@@ -30,19 +39,23 @@ def check_trains_alike(folder: Path, backend: str, dtype: str) -> None:
     pull = Pull(checks.CPU, source, exported.shard_tensors(), [exported.optimizer])
     batches = checks.own_batches(checks.make_samples(), 40)
     for _ in range(3):
-        results = [p.update(batches, checks.make_loss(batches), checks.TEMPERATURE) for p in (exported, plain)]
+        results = [
+            p.update(batches, checks.make_loss(batches), checks.TEMPERATURE) for p in (exported, plain)
+        ]
         assert results[0] == results[1]
         assert not pull.export.moved()
         scores = [[o.logprobs for o in p.score(batches, checks.TEMPERATURE)] for p in (exported, plain)]
         assert all(torch.equal(first, second) for first, second in zip(*scores, strict=True))
         shards, expected = source.shards(), weight_source(plain, torch.bfloat16).shards()
-        assert shards.keys() == expected.keys() and all(torch.equal(shards[name], expected[name]) for name in shards)
+        assert shards.keys() == expected.keys() and all(
+            torch.equal(shards[name], expected[name]) for name in shards
+        )
         assert not pull.export.moved()
     pull.export._file.close()
 
 
 def two_ranks(models: str, results: str) -> None:
-    """Runs the checks of NAMES on two ranks, and writes the results to the file `results`."""
+    """Run the checks of NAMES on two ranks, and write the results to the file `results`."""
     import tempfile
     from types import SimpleNamespace
 
@@ -71,7 +84,7 @@ def two_ranks(models: str, results: str) -> None:
         return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
     def started(ranks: int, dtype: torch.dtype, *adapted: str) -> InProcess:
-        """Starts engines of `ranks` workers each; weights of five or seven rows cannot be halved.
+        """Start engines of `ranks` workers each; weights of five or seven rows cannot be halved.
 
         `adapted` names the weights with adapters.
         """
@@ -148,12 +161,14 @@ def two_ranks(models: str, results: str) -> None:
         both.manager.close()
 
     def moved() -> None:
-        """A shard of rank 1 moves to other memory: all ranks raise, and rank 0's worker is released."""
+        """Return a shard of rank 1 moves to other memory: all ranks raise, and rank 0's worker is released."""
         both = started(1, torch.float32)
         shard = both.tensors["columns"]._local_tensor  # type: ignore[attr-defined]
         if rank() == 1:
             memory, shard.data = shard.data, shard.data.clone()
-        with pytest.raises(RemoteError, match="rank 1: SyncError: columns left the memory that workers map"):
+        with pytest.raises(
+            RemoteError, match="rank 1: SyncError: columns left the memory that workers map"
+        ):
             both.sync(2)
         if rank() == 1:
             shard.data = memory
@@ -162,11 +177,15 @@ def two_ranks(models: str, results: str) -> None:
 
     folder = checks.model_folder(Path(models))
     todo = {
-        f"{backend} {dtype}": lambda backend=backend, dtype=dtype: check_trains_alike(folder, backend, dtype)
+        f"{backend} {dtype}": lambda backend=backend, dtype=dtype: check_trains_alike(
+            folder, backend, dtype
+        )
         for backend in ("fsdp", "zero3")
         for dtype in ("float32", "bfloat16")
     }
-    checks._on_ranks(todo | {"uneven": uneven, "adapters": adapters, "writer": writer, "moved": moved}, results)
+    checks._on_ranks(
+        todo | {"uneven": uneven, "adapters": adapters, "writer": writer, "moved": moved}, results
+    )
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +195,9 @@ def failures(models: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shards_that_others_map_train_alike_and_failures_are_named(failures: dict[str, str], name: str) -> None:
+def test_shards_that_others_map_train_alike_and_failures_are_named(
+    failures: dict[str, str], name: str
+) -> None:
     assert failures[name] == ""
 
 
@@ -205,7 +226,9 @@ def dying() -> None:
     share_pids()
     extension._PLAIN_ON_CPU = True
     mesh = init_device_mesh("cpu", (2,))
-    tensors = {name: distribute_tensor(weight, mesh, [Shard(0)]) for name, weight in small_weights(0).items()}
+    tensors = {
+        name: distribute_tensor(weight, mesh, [Shard(0)]) for name, weight in small_weights(0).items()
+    }
     source = FsdpWeightSource(list(tensors.items()), torch.float32)
     way = Pull(checks.CPU, source, [tensor._local_tensor for tensor in tensors.values()])
     both = InProcess(source, SmallModel(), Path(tempfile.mkdtemp()), way=way)

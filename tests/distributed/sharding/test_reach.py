@@ -30,7 +30,10 @@ FAMILIES = [
 NAMES = [f"{kind}_{'tied' if tied else 'untied'}" for kind, tied in FAMILIES]
 MULTIMODAL = [("qwen2_5_vl", True), ("qwen3_vl", False), ("llava", False)]
 MULTIMODAL_CASES = ("fsdp 2", "zero3 1")
-CASES = {2: ("fsdp 1", "fsdp 2", "zero3 1", "zero3 2"), 4: ("fsdp 1", "fsdp 2", "hsdp 1", "hsdp 2", "experts 2")}
+CASES = {
+    2: ("fsdp 1", "fsdp 2", "zero3 1", "zero3 2"),
+    4: ("fsdp 1", "fsdp 2", "hsdp 1", "hsdp 2", "experts 2"),
+}
 """Number of ranks -> cases: the policy's backend and the engines' tensor-parallel size."""
 ON_FOUR_RANKS = ("qwen2_tied", "qwen3_moe_untied", "deepseek_v2_untied")
 """Models that four ranks send: tied and untied weights, experts, and products of weights."""
@@ -40,28 +43,37 @@ WITH_ADAPTERS = ("fsdp 1 lora", "fsdp 2 lora", "zero3 1 lora", "zero3 2 lora")
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
-    """Runs all cases on two and on four ranks; failures by number of ranks and name."""
+    """Run all cases on two and on four ranks; failures by number of ranks and name."""
     models = tmp_path_factory.mktemp("models")
     for name, (kind, tied) in zip(NAMES, FAMILIES, strict=True):
         make_tiny_model(models / name, architecture=kind, tied=tied, layers=2)
     results = {}
     for ranks, cases in CASES.items():
         file = tmp_path_factory.mktemp("results") / "found.json"
-        folder, adapted = (models, WITH_ADAPTERS) if ranks == 2 else (tmp_path_factory.mktemp("four"), ())
+        folder, adapted = (
+            (models, WITH_ADAPTERS) if ranks == 2 else (tmp_path_factory.mktemp("four"), ())
+        )
         for name in ON_FOUR_RANKS if ranks == 4 else ():
             (folder / name).symlink_to(models / name)
-        run_ranks(reach_checks.on_ranks, ranks, timeout=900, arguments=[str(folder), str(file), *cases, *adapted])
+        run_ranks(
+            reach_checks.on_ranks,
+            ranks,
+            timeout=900,
+            arguments=[str(folder), str(file), *cases, *adapted],
+        )
         results[ranks] = json.loads(file.read_text())
     return results
 
 
 @pytest.fixture(scope="module")
 def multimodal_failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Runs the cases of multimodal models, whose encoders vLLM loads as well."""
+    """Run the cases of multimodal models, whose encoders vLLM loads as well."""
     models, file = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("results") / "found.json"
     for kind, tied in MULTIMODAL:
         make_tiny_vlm(models / f"{kind}_{tied}", architecture=kind, tied=tied)
-    run_ranks(reach_checks.on_ranks, 2, timeout=400, arguments=[str(models), str(file), *MULTIMODAL_CASES])
+    run_ranks(
+        reach_checks.on_ranks, 2, timeout=400, arguments=[str(models), str(file), *MULTIMODAL_CASES]
+    )
     return json.loads(file.read_text())
 
 

@@ -63,7 +63,7 @@ class StandIn(Engine):
 
 
 def check_failures(folder: str) -> None:
-    """Fails an update in three ways on rank 1, and checks the errors on both ranks."""
+    """Fail an update in three ways on rank 1, and check the errors on both ranks."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -78,7 +78,9 @@ def check_failures(folder: str) -> None:
 
     init_process_group(60, "cpu")
     mesh = init_device_mesh("cpu", (2,))
-    tensors = [(f"weight.{i}", distribute_tensor(torch.randn(64, 16), mesh, [Shard(0)])) for i in range(6)]
+    tensors = [
+        (f"weight.{i}", distribute_tensor(torch.randn(64, 16), mesh, [Shard(0)])) for i in range(6)
+    ]
     source, engine = FsdpWeightSource(tensors, torch.float32), StandIn()
     leader = Leader(engine, EngineThread())  # type: ignore[arg-type]
     private = Path(folder) / str(rank())
@@ -94,7 +96,7 @@ def check_failures(folder: str) -> None:
         assert engine.state.version is None
 
     def on_rank_one(action: Callable[[], None]) -> Any:
-        """Calls `action` on rank 1 while the third bucket is gathered."""
+        """Call `action` on rank 1 while the third bucket is gathered."""
         calls, gather = [], source.gather_into
 
         def gather_and_act(names: list[str], slots: list[torch.Tensor]) -> None:
@@ -108,14 +110,18 @@ def check_failures(folder: str) -> None:
     allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, allowed[1]))
-    fail("preparing the buffers failed on rank 1: SyncError: no [0-9]+ bytes of shared memory for staging")
+    fail(
+        "preparing the buffers failed on rank 1: SyncError: no [0-9]+ bytes of shared memory for staging"
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
     manager.report = SyncReport(1)
     manager._sync()
     assert engine.state.version == 1
 
     with on_rank_one(lambda: engine.worker.kill()):  # type: ignore[union-attr]
-        fail("sending weights failed on rank 1: SyncError: .*(the engine core is gone|cannot be reached)")
+        fail(
+            "sending weights failed on rank 1: SyncError: .*(the engine core is gone|cannot be reached)"
+        )
     if rank() == 0:
         assert engine.worker.poll() is None, "the other worker must wait for another update"
     with on_rank_one(lambda: os._exit(0)):  # without a launcher that would end rank 0, too

@@ -6,7 +6,7 @@ from tests.support.launch import run_ranks
 
 
 def check_gather() -> None:
-    """Compares gathered weights with the whole ones, for every kind of placement."""
+    """Compare gathered weights with the whole ones, for every kind of placement."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -23,7 +23,9 @@ def check_gather() -> None:
         for shape in [(257, 8), (6, 5), (2, 3), (1,), (9,), (4, 2, 3)]
     }
     placements = [Shard(0), Shard(0), Shard(0), Shard(0), Replicate(), Shard(1)]
-    tensors = {n: distribute_tensor(t, mesh, [p]) for (n, t), p in zip(weights.items(), placements, strict=True)}
+    tensors = {
+        n: distribute_tensor(t, mesh, [p]) for (n, t), p in zip(weights.items(), placements, strict=True)
+    }
     for dtype in (torch.float32, torch.bfloat16):
         source = FsdpWeightSource(list(tensors.items()), dtype)
         for got in (sent(source), sent_in_parts(source, 1 << 12), sent_in_parts(source, 1 << 11)):

@@ -9,7 +9,7 @@ COMPLAINT = "the worker on cpu:0 does not hold what was sent: columns differ"
 
 
 def two_ranks() -> None:
-    """Syncs weights of uneven rows to engines of one and of two workers, until rank 1 sends a wrong byte."""
+    """Sync weights of uneven rows to engines of one and of two workers, until rank 1 sends a wrong byte."""
     import pytest
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +24,9 @@ def two_ranks() -> None:
     init_process_group(60, "cpu")
     extension._PLAIN_ON_CPU = True
     mesh = init_device_mesh("cpu", (2,))
-    tensors = {name: distribute_tensor(weight, mesh, [Shard(0)]) for name, weight in small_weights(1).items()}
+    tensors = {
+        name: distribute_tensor(weight, mesh, [Shard(0)]) for name, weight in small_weights(1).items()
+    }
 
     class Faulty(sources.FsdpWeightSource):
         broken = False
@@ -42,7 +44,9 @@ def two_ranks() -> None:
         both = InProcess(source, model, Path(tempfile.mkdtemp()), verify=verify)
         for version in (1, 2, 3):
             both.sync(version)
-        assert torch.equal(model.columns, small_weights(1)["columns"].chunk(ranks, dim=1)[rank() % ranks].bfloat16())
+        assert torch.equal(
+            model.columns, small_weights(1)["columns"].chunk(ranks, dim=1)[rank() % ranks].bfloat16()
+        )
         source.broken = True
         with pytest.raises(RemoteError) as caught:
             for version in range(4, 100):

@@ -41,7 +41,7 @@ def check_ways(shared: str) -> None:
         return both
 
     def sync(both: InProcess, version: int) -> None:
-        """Trains, sends, and compares with a model that has loaded the weights by itself."""
+        """Train, send, and compare with a model that has loaded the weights by itself."""
         weights = small_weights(version)
         for name, tensor in both.tensors.items():  # type: ignore[attr-defined]
             tensor.copy_(distribute_tensor(weights[name], mesh, [Shard(0)]))
@@ -70,7 +70,9 @@ def check_ways(shared: str) -> None:
             return take(message)  # type: ignore[operator]
 
         reader.bucket = torn
-        with pytest.raises(RemoteError, match="rank 1: SyncError: the worker on cpu:0 failed: SyncError: .* is torn"):
+        with pytest.raises(
+            RemoteError, match="rank 1: SyncError: the worker on cpu:0 failed: SyncError: .* is torn"
+        ):
             both.sync(4)
         reader.bucket = take
         sync(both, 5)
@@ -90,7 +92,8 @@ def check_ways(shared: str) -> None:
         both.manager._transport.send = send  # type: ignore[method-assign]
         sync(both, 7)
         if rank() == 1:
-            both.die(SmallModel())  # a new worker: weights come whole, and its loaders are recorded again
+            # A new worker: weights come whole, and its loaders are recorded again
+            both.die(SmallModel())
         both.manager.restart(lambda: None)
         for version in (8, 9):
             sync(both, version)

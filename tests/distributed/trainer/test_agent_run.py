@@ -8,11 +8,14 @@ from tests.support.real_run import ROOT, Run, write_recipe
 
 
 def test_episodes_of_several_turns_train_on_two_ranks(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """The trainer's log-probabilities of all turns are the engines' in every step: same ids, same masks, same weights.
+    """Return the trainer's log-probabilities of all turns are the engines' in every step: same ids, same masks, same weights.
 
     The rollout is the example's, named by its file, with a setting of its own.
     """
-    rollout = {"custom": f"{ROOT}/scripts/examples/second_look.py:second_look", "kwargs": {"looks": 2, "bonus": 0.5}}
+    rollout = {
+        "custom": f"{ROOT}/scripts/examples/second_look.py:second_look",
+        "kwargs": {"looks": 2, "bonus": 0.5},
+    }
     sizes = {"engine": {"max_model_len": 128}, "run": {"steps": 3}, "algorithm": {"kl_coef": 0.01}}
     run = Run(write_recipe(tmp_path, tiny_model(), rollout=rollout, **sizes), preloaded=True)
     assert run.wait() == 0, run.output()

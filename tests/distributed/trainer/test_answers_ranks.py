@@ -14,8 +14,10 @@ SUMMED = 3 * 8 * (5 * 2048 + 512) + 2 * 8
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
-def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Exchanges a step on some ranks, and returns each rank's report."""
+def reports(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """Exchange a step on some ranks, and return each rank's report."""
     results = tmp_path_factory.mktemp("answers") / "results.json"
     run_ranks(exchange_a_step, request.param, timeout=240, arguments=[str(results)])
     by_rank: list[dict[str, Any]] = json.loads(results.read_text())
@@ -35,7 +37,11 @@ def test_a_rank_receives_its_share_and_32_bytes_an_answer(reports: list[dict[str
 
 
 def test_every_sequence_is_trained_on_once_as_it_was_sampled(reports: list[dict[str, Any]]) -> None:
-    sampled = {(t.prompt_index, t.sample_index): t for number in range(len(reports)) for t in trajectories(number)}
+    sampled = {
+        (t.prompt_index, t.sample_index): t
+        for number in range(len(reports))
+        for t in trajectories(number)
+    }
     trained = [row for report in reports for row in report["trained"]]
     assert sorted((prompt, sample) for prompt, sample, *_ in trained) == sorted(sampled)
     for prompt, sample, ids, logprobs in trained:
@@ -54,4 +60,6 @@ def test_figures_are_those_of_all_tokens_and_the_same_everywhere(reports: list[d
     place = 0.8 * (len(entropies) - 1)
     threshold = (entropies[math.floor(place)], entropies[math.ceil(place)])
     assert threshold[0] == threshold[1]  # there are only eleven states, so nothing is interpolated
-    assert sum(report["decisive"] for report in reports) == sum(value >= threshold[0] for value in entropies)
+    assert sum(report["decisive"] for report in reports) == sum(
+        value >= threshold[0] for value in entropies
+    )

@@ -20,7 +20,10 @@ CUT: dict[str, dict[str, Any]] = {
     "lora": {"rank": 4},
 }
 """Adapters, and answers that continue from step to step."""
-TURNS = {"custom": f"{ROOT}/scripts/examples/second_look.py:second_look", "kwargs": {"looks": 1, "bonus": 0.5}}
+TURNS = {
+    "custom": f"{ROOT}/scripts/examples/second_look.py:second_look",
+    "kwargs": {"looks": 1, "bonus": 0.5},
+}
 
 
 def small_recipe(folder: Path, model: Path, **overrides: dict[str, Any]) -> Path:
@@ -36,7 +39,7 @@ def small_recipe(folder: Path, model: Path, **overrides: dict[str, Any]) -> Path
 
 
 def finished(recipe: Path, *arguments: str, ranks: int, name: str) -> Run:
-    """Runs to the end, which must be successful, and returns the run."""
+    """Run to the end, which must be successful, and return the run."""
     run = Run(recipe, *arguments, ranks=ranks, name=name, preloaded=True)
     assert run.wait() == 0, run.output()
     run.assert_gone()
@@ -44,12 +47,14 @@ def finished(recipe: Path, *arguments: str, ranks: int, name: str) -> Run:
 
 
 def together_and_apart(recipe: Path, *arguments: str) -> tuple[Run, Run]:
-    """Runs the recipe on one rank, and on two with the engine apart."""
+    """Run the recipe on one rank, and on two with the engine apart."""
     together = finished(recipe, *arguments, ranks=1, name="together")
     return together, finished(recipe, *arguments, *APART, ranks=2, name="apart")
 
 
-def test_engines_apart_without_lag_train_alike_bit_for_bit(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_engines_apart_without_lag_train_alike_bit_for_bit(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     together, apart = together_and_apart(small_recipe(tmp_path, tiny_model()))
     assert len(apart.rows()) == 4 and not unequal(together, apart)
 
@@ -71,7 +76,17 @@ def test_a_resumed_run_with_a_lag_ends_as_the_undisturbed_one(
     sections: dict[str, dict[str, Any]], tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     recipe = small_recipe(tmp_path, tiny_model(), **sections)
-    lag = [*APART, "--rollout.lag", "1", "--eval.every", "0", "--checkpoint.every", "2", "--run.steps", "4"]
+    lag = [
+        *APART,
+        "--rollout.lag",
+        "1",
+        "--eval.every",
+        "0",
+        "--checkpoint.every",
+        "2",
+        "--run.steps",
+        "4",
+    ]
     one = finished(recipe, *lag, ranks=2, name="one")
     rows = one.rows()
     assert rows[0]["gap/max"] <= 1e-4 and all(row["stale/log_ratio"] > 1e-3 for row in rows[1:])
@@ -79,9 +94,13 @@ def test_a_resumed_run_with_a_lag_ends_as_the_undisturbed_one(
         assert [row["stale/share"] for row in rows] == [0, 1, 1, 1] and rows[0]["stale/age_max"] == 0
         assert all(row["stale/age_mean"] >= 1 for row in rows[1:])
         assert any(row["carry/answers"] for row in rows)
-    completions = [json.loads(line) for line in (one.folder / "completions.jsonl").read_text().splitlines()]
+    completions = [
+        json.loads(line) for line in (one.folder / "completions.jsonl").read_text().splitlines()
+    ]
     assert completions
-    assert all(row["answer"] == correct(*map(int, re.findall(r"\d+", row["prompt"])[:2])) for row in completions)
+    assert all(
+        row["answer"] == correct(*map(int, re.findall(r"\d+", row["prompt"])[:2])) for row in completions
+    )
     resume = ["--checkpoint.resume", str(one.folder / "checkpoints" / "step_2")]
     again = finished(recipe, *lag, *resume, ranks=2, name="again")
     assert not differences(one.comparable_rows()[2:], again.comparable_rows())

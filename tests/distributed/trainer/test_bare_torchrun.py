@@ -56,7 +56,10 @@ def test_a_bare_torchrun_warns_of_its_open_port_and_ends_without_its_folder(
         run.kill()
     output = (tmp_path / "log").read_text()
     assert "where the ranks meet, is open to the network" in output
-    assert f"hotbunk: {tmp_path}/run was deleted, moved or replaced while the run was writing to it" in output
+    assert (
+        f"hotbunk: {tmp_path}/run was deleted, moved or replaced while the run was writing to it"
+        in output
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -64,8 +67,12 @@ def trained(recipe: Path, launch: list[str], environment: dict[str, str]) -> Pat
     """Launches ranks in this way; returns the folder of the finished run, whose engines had the policy's weights."""
     run = subprocess.run(
         [*PYTHON, *launch, "-m", "trainer", "train", str(recipe)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     folder = recipe.parent / "runs" / "recipe"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -75,19 +82,34 @@ def trained(recipe: Path, launch: list[str], environment: dict[str, str]) -> Pat
     return folder
 
 
-def test_accelerate_launch_trains_two_ranks_by_accelerates_own_file(tiny_model: TinyModel, tmp_path: Path) -> None:
-    fsdp = {"fsdp_version": 2, "fsdp_activation_checkpointing": True, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+def test_accelerate_launch_trains_two_ranks_by_accelerates_own_file(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    fsdp = {
+        "fsdp_version": 2,
+        "fsdp_activation_checkpointing": True,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    }
     file = tmp_path / "accelerate.yaml"
     processes = {"num_machines": 1, "num_processes": 2, "machine_rank": 0, "use_cpu": True}
     file.write_text(
-        yaml.safe_dump({"distributed_type": "FSDP", "mixed_precision": "no", "fsdp_config": fsdp, **processes})
+        yaml.safe_dump(
+            {"distributed_type": "FSDP", "mixed_precision": "no", "fsdp_config": fsdp, **processes}
+        )
     )
     sections = {"run": {"steps": 2, "device": "cpu"}, "policy": {"accelerate_config": str(file)}}
     recipe = write_recipe(tmp_path, tiny_model(), **sections)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launch = ["-m", "accelerate.commands.launch", "--config_file", str(file), "--main_process_port", str(port)]
+    launch = [
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(file),
+        "--main_process_port",
+        str(port),
+    ]
     folder = trained(recipe, launch, environment(tmp_path))
     policy = yaml.safe_load((folder / "config.yaml").read_text())["policy"]
     assert (policy["dtype"], policy["activation_checkpointing"]) == ("float32", "full")
@@ -100,7 +122,9 @@ def test_a_bare_torchrun_trains_two_ranks_by_zero_3(tiny_model: TinyModel, tmp_p
     trained(recipe, torchrun, environment(tmp_path))
 
 
-def test_a_run_by_zero_2_writes_everything_to_wandbs_offline_files(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_run_by_zero_2_writes_everything_to_wandbs_offline_files(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     zero_2 = {"backend": "deepspeed", "zero_stage": 2}
     sections = {"run": {"steps": 2, "device": "cpu"}, "policy": zero_2, "tracking": {"wandb": "offline"}}
     recipe = write_recipe(tmp_path, tiny_model(), **sections)
@@ -113,12 +137,16 @@ def test_a_run_by_zero_2_writes_everything_to_wandbs_offline_files(tiny_model: T
         config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
         if record.HasField("history"):
             items = record.history.item
-            history.append({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items})
+            history.append(
+                {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+            )
     assert config["policy"]["zero_stage"] == 2 and config["run"]["steps"] == 2
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     figures = {int(row["train/step"]): row["reward/mean"] for row in history if "reward/mean" in row}
     assert figures == {row["train/step"]: pytest.approx(row["reward/mean"]) for row in rows}
-    tables = [json.loads(table.read_text()) for table in file.parent.glob("files/media/table/*.table.json")]
+    tables = [
+        json.loads(table.read_text()) for table in file.parent.glob("files/media/table/*.table.json")
+    ]
     answers = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
     texts = {str(cell) for table in tables for row in table["data"] for cell in row}
     assert answers and {answer["text"] for answer in answers} <= texts

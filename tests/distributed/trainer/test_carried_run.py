@@ -11,7 +11,7 @@ from tests.support.real_run import Run, write_recipe
 
 
 def answers(run: Run, step: int) -> list[dict[str, Any]]:
-    """The rows of completions.jsonl from one step."""
+    """Return the rows of completions.jsonl from one step."""
     rows = map(json.loads, (run.folder / "completions.jsonl").read_text().splitlines())
     return [row for row in rows if row["train/step"] == step]
 
@@ -39,9 +39,13 @@ def test_answers_continue_under_new_weights_and_on_another_number_of_ranks(
     assert [row["sync/version"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert max(row["gap/max"] for row in rows[:5]) <= 1e-5 and rows[5]["gap/max"] > 1e-3
     assert all(row["stale/share"] > 0 and row["stale/log_ratio"] > 1e-3 for row in rows[1:])
-    assert 3 <= max(row["stale/age_max"] for row in rows) <= 7 and any(row["carry/answers"] for row in rows)
+    assert 3 <= max(row["stale/age_max"] for row in rows) <= 7 and any(
+        row["carry/answers"] for row in rows
+    )
     assert [len(answers(run, step)) for step in range(1, 7)] == [16] * 6  # four groups of four, complete
-    trained = [row["prompt_id"] for step in range(1, 7) for row in answers(run, step) if not row["sample"]]
+    trained = [
+        row["prompt_id"] for step in range(1, 7) for row in answers(run, step) if not row["sample"]
+    ]
     assert len(set(trained)) == len(trained) == 24
     # One rank continues with the answers that two leaders saved. The next step's answers are equal, token by token,
     # since the weights are; from then on weights differ in the last bit, as sums over one rank and over two do.
@@ -53,5 +57,9 @@ def test_answers_continue_under_new_weights_and_on_another_number_of_ranks(
     alone.assert_gone()
     assert answers(alone, saved + 1) == answers(run, saved + 1)
     [again], before = alone.rows(), rows[saved]
-    for key in (key for key in before if key.startswith(("carry/", "stale/share", "stale/age", "length/", "reward/"))):
+    for key in (
+        key
+        for key in before
+        if key.startswith(("carry/", "stale/share", "stale/age", "length/", "reward/"))
+    ):
         assert again[key] == before[key], key

@@ -33,7 +33,7 @@ class ShardedPolicy:
         self.learn()
 
     def learn(self) -> float:
-        """Makes an optimizer step on the same data on all ranks."""
+        """Make an optimizer step on the same data on all ranks."""
         self.optimizer.zero_grad()
         loss = self.model(torch.arange(VOCABULARY)).square().mean()
         loss.backward()
@@ -41,7 +41,7 @@ class ShardedPolicy:
         return loss.item()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The model's and the optimizer's tensors, not copied."""
+        """Return the model's and the optimizer's tensors, not copied."""
         live = {f"model.{name}": value.detach() for name, value in self.model.named_parameters()}
         for index, state in enumerate(self.optimizer.state.values()):
             live |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
@@ -55,9 +55,12 @@ class ShardedPolicy:
             value.copy_(state[name])
 
     def full(self) -> dict[str, torch.Tensor]:
-        """Copies of the whole tensors on every rank."""
+        """Copy of the whole tensors on every rank."""
         tensors = self.tensors().items()
-        return {name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in tensors}
+        return {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+            for name, value in tensors
+        }
 
 
 @pytest.mark.parametrize(("savers", "loaders"), [(2, 1), (1, 3)])
@@ -67,7 +70,7 @@ def test_a_checkpoint_of_some_ranks_loads_on_others(tmp_path: Path, savers: int,
 
 
 def saves(folder: str) -> None:
-    """Saves, loads into another policy, and trains while a checkpoint is written."""
+    """Save, load into another policy, and train while a checkpoint is written."""
     distributed.init_process_group(60, device="cpu")
     policy = ShardedPolicy(seed=1)
     random.seed(rank())
@@ -87,7 +90,7 @@ def saves(folder: str) -> None:
 
 
 def trains_while_saving(folder: Path, policy: ShardedPolicy) -> None:
-    """The writer's thread and the training exchange at the same time, and do not mix their messages."""
+    """Return the writer's thread and the training exchange at the same time, and do not mix their messages."""
     writer = CheckpointWriter(folder, CheckpointConfig(), 60)
     moment = policy.full()
     writer.save(1, {"policy": policy}, {}, {})
@@ -99,7 +102,7 @@ def trains_while_saving(folder: Path, policy: ShardedPolicy) -> None:
 
 
 def loads(folder: str) -> None:
-    """Loads on another number of ranks, and makes the next step."""
+    """Load on another number of ranks, and make the next step."""
     distributed.init_process_group(60, device="cpu")
     policy = ShardedPolicy(seed=3)
     random.seed(11)
@@ -124,7 +127,11 @@ def test_all_ranks_skip_a_checkpoint_that_one_of_them_finds_damaged(tmp_path: Pa
 def one_finds_damage(folder: str) -> None:
     """Damages each file of the newest checkpoint in turn, and checks that all ranks resume from the one before."""
     distributed.init_process_group(60, device="cpu")
-    sections = {"model": {"path": "m"}, "data": {"path": "d"}, "run": {"output_dir": folder, "name": "run"}}
+    sections = {
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "run": {"output_dir": folder, "name": "run"},
+    }
     config, identity = TrainConfig.model_validate(sections), {"data": "rows"}
     place, policy = config.run.folder / "checkpoints", ShardedPolicy(seed=1)
     saved = {}
@@ -169,7 +176,7 @@ def test_a_rank_that_cannot_write_fails_the_save_and_keeps_the_last_checkpoint(t
 
 
 def one_cannot_write(folder: str) -> None:
-    """Fills the disk of rank 1, and saves in the foreground and in the background."""
+    """Fill the disk of rank 1, and save in the foreground and in the background."""
     distributed.init_process_group(60, device="cpu")
     policy, place = ShardedPolicy(seed=1), Path(folder)
     checkpoint.save(place, 1, {"policy": policy}, {})
@@ -179,11 +186,15 @@ def one_cannot_write(folder: str) -> None:
 
     if rank() == 1:
         checkpoint.write_whole = full
-    with pytest.raises(RemoteError, match=r"phase checkpoint \(write\) failed on rank 1: OSError: .*No space left"):
+    with pytest.raises(
+        RemoteError, match=r"phase checkpoint \(write\) failed on rank 1: OSError: .*No space left"
+    ):
         checkpoint.save(place, 2, {"policy": policy}, {})
     writer = CheckpointWriter(place, CheckpointConfig(), 60)
     writer.save(2, {"policy": policy}, {}, {})  # the writer raises later, on all ranks
-    with pytest.raises(RemoteError, match=r"phase checkpoint \(write\) failed on rank 1: OSError: .*No space left"):
+    with pytest.raises(
+        RemoteError, match=r"phase checkpoint \(write\) failed on rank 1: OSError: .*No space left"
+    ):
         writer.wait()
     assert checkpoint.latest_complete(place) == place / "step_1"
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Compares a critic, and a value head on the policy's trunk, with a plain trunk and a linear head on one rank.
+"""Compare a critic, and a value head on the policy's trunk, with a plain trunk and a linear head on one rank.
 
 test_hsdp.py does so on four ranks.
 """
@@ -32,10 +32,14 @@ def test_a_restored_critic_resumes_bit_for_bit(one_rank: None, models: Path) -> 
 def test_a_recipes_critic_has_a_learning_rate_of_its_own(one_rank: None, models: Path) -> None:
     values = {"model": {"path": str(checks.model_folder(models))}, "data": {"path": "none"}}
     policy = {"lr": 1e-6, "warmup_steps": 0, "dtype": "float32"}
-    config = TrainConfig.model_validate(values | {"policy": policy, "critic": {"lr": 1e-3, "warmup_steps": 1}})
+    config = TrainConfig.model_validate(
+        values | {"policy": policy, "critic": {"lr": 1e-3, "warmup_steps": 1}}
+    )
     critic = make_critic(config, checks.CPU, 10)
     batches = checks.own_batches(checks.make_samples(), 60)
-    rates = [critic.update(batches, critic_checks.squared_error(batches)).learning_rate for _ in range(2)]
+    rates = [
+        critic.update(batches, critic_checks.squared_error(batches)).learning_rate for _ in range(2)
+    ]
     assert rates == [0.5e-3, 1e-3]
 
 

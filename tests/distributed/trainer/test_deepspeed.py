@@ -1,4 +1,4 @@
-"""Compares DeepSpeedPolicy, ZeRO-1 to 3, with plain steps and FsdpPolicy on two real ranks, launched once."""
+"""Compare DeepSpeedPolicy, ZeRO-1 to 3, with plain steps and FsdpPolicy on two real ranks, launched once."""
 
 import json
 
@@ -13,9 +13,11 @@ STAGES = pytest.mark.parametrize("stage", deepspeed_checks.STAGES)
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The errors of each check on two ranks, and their output."""
+    """Return the errors of each check on two ranks, and their output."""
     folder = checks.make_models(tmp_path_factory.mktemp("models"))
-    output = run_ranks(deepspeed_checks.two_ranks, 2, timeout=280, arguments=[str(folder), str(folder / "found.json")])
+    output = run_ranks(
+        deepspeed_checks.two_ranks, 2, timeout=280, arguments=[str(folder), str(folder / "found.json")]
+    )
     return json.loads((folder / "found.json").read_text()) | {"output": output}
 
 
@@ -81,7 +83,7 @@ def test_a_step_at_1e_6_moves_the_master_weights(failures: dict[str, str], stage
 
 @pytest.mark.parametrize("weights", ["whole", *(f"cut {kind} {tied}" for kind, tied in checks.KINDS)])
 def test_the_engine_is_sent_the_checkpoints_weights(failures: dict[str, str], weights: str) -> None:
-    """Weights are sent from ZeRO-1, where every rank has all of them, and from ZeRO-3."""
+    """Return weights are sent from ZeRO-1, where every rank has all of them, and from ZeRO-3."""
     assert failures[f"sent {weights}"] == ""
 
 

@@ -12,7 +12,7 @@ from trainer.run import processes
 
 
 def one_trial(name: str, findings: str) -> None:
-    """Runs a trial on one rank."""
+    """Run a trial on one rank."""
     processes.start_guardian()
     forkserver.start()
     assert doctor_trials.main(name, "cpu", Path(findings)) == 0
@@ -23,7 +23,11 @@ def one_trial(name: str, findings: str) -> None:
     [
         ("one engine", 1, ["engine", "sleep", "first sync", "memory over 10 shifts"]),
         ("pull", 1, ["pull: first sync", "pull: sync after an optimizer step", "pull: sync"]),
-        ("zero copy", 1, ["zero copy: first sync", "zero copy: gap at temperature 0.7", "zero copy: sync"]),
+        (
+            "zero copy",
+            1,
+            ["zero copy: first sync", "zero copy: gap at temperature 0.7", "zero copy: sync"],
+        ),
         (
             "tensor parallel",
             2,
@@ -31,7 +35,9 @@ def one_trial(name: str, findings: str) -> None:
         ),
     ],
 )
-def test_every_trial_finds_this_machine_in_order(name: str, ranks: int, expected: list[str], tmp_path: Path) -> None:
+def test_every_trial_finds_this_machine_in_order(
+    name: str, ranks: int, expected: list[str], tmp_path: Path
+) -> None:
     path = tmp_path / "findings.jsonl"
     run_ranks(one_trial, ranks, 300, [name, str(path)])
     findings = {finding["what"]: finding for finding in map(json.loads, path.read_text().splitlines())}

@@ -11,9 +11,18 @@ from tests.support.reciting_model import base_tokenizer, make_reciting_model
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe for a model that answers 360 or 460, ends its turn, and would go on with 2525."""
+    """Return a recipe for a model that answers 360 or 460, ends its turn, and would go on with 2525."""
     folder = tmp_path_factory.mktemp("ends")
-    steps = {"\n": "34", "3": "6", "4": "6", "6": "0", "0": "<|im_end|>", "<|im_end|>": "2", "2": "5", "5": "2"}
+    steps = {
+        "\n": "34",
+        "3": "6",
+        "4": "6",
+        "6": "0",
+        "0": "<|im_end|>",
+        "<|im_end|>": "2",
+        "2": "5",
+        "5": "2",
+    }
     model = make_reciting_model(folder / "model", base_tokenizer(), steps)
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": "360"}) + "\n" for n in range(8)))
@@ -44,4 +53,6 @@ def test_answers_of_a_base_model_end_where_the_template_ends_a_turn(recipe: Path
     assert {answer["text"] for answer in answers} == {"360", "460"}
     assert {(answer["text"], answer["reward"]) for answer in answers} == {("360", 1.0), ("460", 0.0)}
     assert {answer["finish_reason"] for answer in answers} == {"stop"}
-    assert "answers end with <|im_end|> (2), too: the chat template ends an answer with it" in run.output()
+    assert (
+        "answers end with <|im_end|> (2), too: the chat template ends an answer with it" in run.output()
+    )

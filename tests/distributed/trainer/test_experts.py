@@ -12,13 +12,23 @@ from tests.support.real_run import Run, write_recipe
 from trainer.run import checkpoint
 
 EVERYWHERE = ("routed", "shared sequences", "sent", "traffic")
-ON_TWO = ("first step", "busy rank", "idle ranks", "scores", "export", "adapters", "critic", "host", "shifts")
+ON_TWO = (
+    "first step",
+    "busy rank",
+    "idle ranks",
+    "scores",
+    "export",
+    "adapters",
+    "critic",
+    "host",
+    "shifts",
+)
 ON_FOUR = ("three steps", "uneven sent", "second step", "replicas", "replicas sent")
 
 
 @pytest.fixture(scope="module")
 def mixtures(models: Path) -> Path:
-    """The folder of the mixtures."""
+    """Return the folder of the mixtures."""
     folder = models / "mixtures"
     expert_checks.make_mixtures(folder)
     critic_checks.make_reward_model(folder / "even", expert_checks.MIXTURE[0])
@@ -27,20 +37,26 @@ def mixtures(models: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(mixtures: Path) -> dict[str, str]:
-    """The errors of each check on two ranks."""
-    run_ranks(expert_checks.two_ranks, 2, timeout=280, arguments=[str(mixtures), str(mixtures / "two.json")])
+    """Return the errors of each check on two ranks."""
+    run_ranks(
+        expert_checks.two_ranks, 2, timeout=280, arguments=[str(mixtures), str(mixtures / "two.json")]
+    )
     return json.loads((mixtures / "two.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def four_ranks(mixtures: Path, two_ranks: dict[str, str]) -> dict[str, str]:
-    """The errors of each check on four ranks, which go on from the first step of two."""
-    run_ranks(expert_checks.four_ranks, 4, timeout=280, arguments=[str(mixtures), str(mixtures / "four.json")])
+    """Return the errors of each check on four ranks, which go on from the first step of two."""
+    run_ranks(
+        expert_checks.four_ranks, 4, timeout=280, arguments=[str(mixtures), str(mixtures / "four.json")]
+    )
     return json.loads((mixtures / "four.json").read_text())
 
 
 @pytest.mark.parametrize("what", [*EVERYWHERE, *ON_TWO])
-def test_two_ranks_with_half_of_the_experts_each_equal_one_process(two_ranks: dict[str, str], what: str) -> None:
+def test_two_ranks_with_half_of_the_experts_each_equal_one_process(
+    two_ranks: dict[str, str], what: str
+) -> None:
     assert two_ranks[what] == ""
 
 
@@ -52,7 +68,7 @@ def test_four_ranks_in_two_groups_equal_one_process(four_ranks: dict[str, str], 
 def test_a_checkpoint_goes_from_two_ranks_to_four_and_to_one(
     one_rank: None, mixtures: Path, four_ranks: dict[str, str]
 ) -> None:
-    """The four ranks have experts in groups of four, and the one has all of them."""
+    """Return the four ranks have experts in groups of four, and the one has all of them."""
     for step in (1, 2):
         policy = expert_checks.make_policy(mixtures / "even", 1)
         checkpoint.load(mixtures / "even" / f"step_{step}", {"policy": policy})
@@ -60,7 +76,7 @@ def test_a_checkpoint_goes_from_two_ranks_to_four_and_to_one(
 
 
 def test_a_run_sends_split_experts_to_its_engines(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """The second sync replays; everything that engines hold is compared with the ranks' shards."""
+    """Return the second sync replays; everything that engines hold is compared with the ranks' shards."""
     recipe = write_recipe(
         tmp_path,
         tiny_model(architecture="qwen3_moe", tied=False),

@@ -14,7 +14,7 @@ from tests.support.launch import run_ranks
 
 @pytest.fixture(scope="module")
 def two_ranks(models: Path) -> dict[str, str]:
-    """The errors of each check on two ranks."""
+    """Return the errors of each check on two ranks."""
     run_ranks(checks.two_ranks, 2, timeout=240, arguments=[str(models), str(models / "host.json")])
     return json.loads((models / "host.json").read_text())
 

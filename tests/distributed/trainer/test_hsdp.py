@@ -13,12 +13,14 @@ from trainer.run import checkpoint
 
 @pytest.fixture(scope="module")
 def failures(one_rank: None, models: Path) -> dict[str, str]:
-    """The errors of each check on four ranks, which continue from this process's first step."""
+    """Return the errors of each check on four ranks, which continue from this process's first step."""
     critic_checks.make_reward_model(models, "qwen2")
     alone = hsdp_checks.make_policy(models, shard_size=None)
     hsdp_checks.check_next_steps(alone, models, 1, 1)
     checkpoint.save(models / "handed", 1, {"policy": alone}, {})
-    run_ranks(hsdp_checks.four_ranks, 4, timeout=280, arguments=[str(models), str(models / "found.json")])
+    run_ranks(
+        hsdp_checks.four_ranks, 4, timeout=280, arguments=[str(models), str(models / "found.json")]
+    )
     return json.loads((models / "found.json").read_text())
 
 

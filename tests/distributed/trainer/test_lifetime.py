@@ -108,14 +108,29 @@ class Run:
         script = folder / "rank.py"
         script.write_text(textwrap.dedent(RANK))
         self.log = folder / "log"
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if torchrun else []
-        command = [*(PYTHON if torchrun else [sys.executable]), *launch, str(script), str(folder), *modes]
+        launch = (
+            ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            if torchrun
+            else []
+        )
+        command = [
+            *(PYTHON if torchrun else [sys.executable]),
+            *launch,
+            str(script),
+            str(folder),
+            *modes,
+        ]
         self.mark = str(uuid.uuid4().int)
         environment = os.environ | {
-            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOTBUNK_TEST_RUN": self.mark, "TMPDIR": str(folder),
-        }  # fmt: skip
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "HOTBUNK_TEST_RUN": self.mark,
+            "TMPDIR": str(folder),
+        }
         with self.log.open("w") as log:
-            self.launcher = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+            self.launcher = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
         files = [folder / str(rank) for rank in range(ranks)]
         assert wait_until(lambda: all(file.exists() for file in files), 180), self.log.read_text()
         reports = [file.read_text().split() for file in files]
@@ -123,16 +138,18 @@ class Run:
         self.paths = [Path(path) for words in reports for path in words[1:]]
 
     def left(self) -> list[str]:
-        """Lists what is left: processes with the mark in environment or arguments, and files."""
+        """List what is left: processes with the mark in environment or arguments, and files."""
         remains = [str(path) for path in self.paths if path.exists()]
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if self.mark in " ".join([*process.environ().values(), *process.cmdline()]):
-                    remains += [f"{process.pid} {process.name()}"] * (process.status() != psutil.STATUS_ZOMBIE)
+                    remains += [f"{process.pid} {process.name()}"] * (
+                        process.status() != psutil.STATUS_ZOMBIE
+                    )
         return remains
 
     def guardians(self, rank: int) -> list[psutil.Process]:
-        """The inner and the outer guardian of a rank."""
+        """Return the inner and the outer guardian of a rank."""
         return psutil.Process(self.pids[rank]).parents()[:2]
 
 
@@ -147,17 +164,20 @@ def wait_until(condition, seconds: float) -> bool:
 
 
 def check_nothing_left(run: Run) -> str:
-    """Waits for the end of the run and of all that it has started, at most DEADLINE; returns the log."""
+    """Wait for the end of the run and of all that it has started, at most DEADLINE; return the log."""
     assert len(run.paths) > 0
     assert wait_until(lambda: run.launcher.poll() is not None and not run.left(), DEADLINE), (
-        run.left(), run.log.read_text()
-    )  # fmt: skip
+        run.left(),
+        run.log.read_text(),
+    )
     return run.log.read_text()
 
 
 @pytest.mark.parametrize("mode", ["early", "steady"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_when_the_launcher_is_signalled(tmp_path: Path, number: signal.Signals, mode: str) -> None:
+def test_nothing_is_left_when_the_launcher_is_signalled(
+    tmp_path: Path, number: signal.Signals, mode: str
+) -> None:
     run = Run(tmp_path, mode)
     if mode == "steady":
         # The launcher and its resource tracker; for each rank itself, two guardians, two workers, three sleepers,
@@ -177,18 +197,24 @@ def test_nothing_is_left_when_one_rank_is_signalled(tmp_path: Path, number: sign
     os.kill(run.pids[1], number)
     log = check_nothing_left(run)
     assert run.launcher.returncode != 0
-    assert f"rank 1: interrupted by {number.name} during phase rollout" in log or number == signal.SIGKILL
+    assert (
+        f"rank 1: interrupted by {number.name} during phase rollout" in log or number == signal.SIGKILL
+    )
     assert "rank 0: interrupted by SIGTERM during phase rollout" in log  # torchrun passes the signal on
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("which", ["inner", "outer"])
-def test_nothing_is_left_when_a_guardian_is_signalled(tmp_path: Path, which: str, number: signal.Signals) -> None:
+def test_nothing_is_left_when_a_guardian_is_signalled(
+    tmp_path: Path, which: str, number: signal.Signals
+) -> None:
     run = Run(tmp_path, "steady")
     run.guardians(1)[["inner", "outer"].index(which)].send_signal(number)
     log = check_nothing_left(run)
     assert run.launcher.returncode != 0
-    assert f"rank 1: interrupted by {number.name} during phase rollout" in log or number == signal.SIGKILL
+    assert (
+        f"rank 1: interrupted by {number.name} during phase rollout" in log or number == signal.SIGKILL
+    )
 
 
 def test_nothing_of_a_reward_is_left_when_all_above_its_rank_are_killed(tmp_path: Path) -> None:
@@ -239,11 +265,17 @@ def test_a_rank_whose_launcher_is_already_dead_ends_at_once(tmp_path: Path) -> N
     dead.wait()
     for launcher, expected in ((os.getpid(), "lives\n"), (dead.pid, "")):
         environment = os.environ | {
-            "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "x", "HOTBUNK_LAUNCHER": str(launcher),
-        }  # fmt: skip
+            "PYTHONPATH": str(ROOT),
+            "TORCHELASTIC_RUN_ID": "x",
+            "HOTBUNK_LAUNCHER": str(launcher),
+        }
         code = "from trainer.run import processes; processes.start_guardian(); print('lives')"
-        rank = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-        assert (rank.stdout, rank.returncode) == (expected, 0 if expected else -signal.SIGKILL), rank.stderr
+        rank = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert (rank.stdout, rank.returncode) == (expected, 0 if expected else -signal.SIGKILL), (
+            rank.stderr
+        )
 
 
 WAITING = """
@@ -255,14 +287,20 @@ processes.run(lambda: init_process_group(600, "cpu"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_rank_that_waits_for_others_to_start_is_ended_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
-    """The rank waits in C++, where no Python signal handler runs."""
+def test_a_rank_that_waits_for_others_to_start_is_ended_by_a_signal(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Return the rank waits in C++, where no Python signal handler runs."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT), "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "PYTHONPATH": str(ROOT),
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
         "TMPDIR": str(tmp_path),
-    }  # fmt: skip
+    }
     rank = subprocess.Popen([*PYTHON, "-c", WAITING], env=environment, start_new_session=True)
     try:
         assert wait_until(lambda: connects(port), 180)
@@ -274,7 +312,7 @@ def test_a_rank_that_waits_for_others_to_start_is_ended_by_a_signal(tmp_path: Pa
 
 
 def connects(port: int) -> bool:
-    """Tells whether a connection to this port can be made."""
+    """Tell whether a connection to this port can be made."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
         return True
     return False

@@ -1,4 +1,4 @@
-"""Compares LoRA policies on two real ranks, launched once, with PEFT in one process."""
+"""Compare LoRA policies on two real ranks, launched once, with PEFT in one process."""
 
 import json
 
@@ -11,7 +11,7 @@ from tests.support.launch import run_ranks
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The errors of each check on two ranks."""
+    """Return the errors of each check on two ranks."""
     folder = tmp_path_factory.mktemp("models")
     for kind, tied in [("qwen2", True), ("llama", False)]:
         checks.make_model(kind, checks.model_folder(folder, kind, tied), tied)
@@ -21,7 +21,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module", params=[1, 2])
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The errors of runs on one and two ranks that go on from an adapter."""
+    """Return the errors of runs on one and two ranks that go on from an adapter."""
     folder = tmp_path_factory.mktemp("models")
     checks.make_model("qwen2", checks.model_folder(folder), True)
     arguments = [str(folder), str(folder / "found.json")]
@@ -30,7 +30,9 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "zero 2", "zero 3"])
-def test_a_run_goes_on_from_pefts_adapter_and_from_its_own(started: dict[str, str], backend: str) -> None:
+def test_a_run_goes_on_from_pefts_adapter_and_from_its_own(
+    started: dict[str, str], backend: str
+) -> None:
     assert started[backend] == ""
 
 

@@ -41,7 +41,7 @@ class Watched(FsdpPolicy):
 
 
 def make_config(models: Path, routes: str, **sections: dict[str, Any]) -> TrainConfig:
-    """A configuration of the mixture with this kind of routes."""
+    """Return a configuration of the mixture with this kind of routes."""
     path = str(checks.model_folder(models, "qwen3_moe", False))
     base: dict[str, dict[str, Any]] = {
         "model": {"path": path, "routes": routes},
@@ -49,7 +49,9 @@ def make_config(models: Path, routes: str, **sections: dict[str, Any]) -> TrainC
         "policy": {"dtype": "float32", "lr": 1e-3},
         "batch": {"tokens_per_micro_batch": 40},
     }
-    return TrainConfig.model_validate({key: base.get(key, {}) | sections.get(key, {}) for key in {**base, **sections}})
+    return TrainConfig.model_validate(
+        {key: base.get(key, {}) | sections.get(key, {}) for key in {**base, **sections}}
+    )
 
 
 def answers(routed: bool, rewards: tuple[float, ...] = (1.0, 0.0, 0.5, 0.0)) -> list[Trajectory]:
@@ -58,7 +60,9 @@ def answers(routed: bool, rewards: tuple[float, ...] = (1.0, 0.0, 0.5, 0.0)) -> 
     for number, reward in enumerate(rewards):
         ids = torch.randint(checks.VOCABULARY, (7 + number + 9,), generator=generator).tolist()
         prompt, response = ids[:7], ids[7:]
-        trajectory = Trajectory(number // 2, number % 2, prompt, response, [1] * len(response), [-5.0] * len(response))
+        trajectory = Trajectory(
+            number // 2, number % 2, prompt, response, [1] * len(response), [-5.0] * len(response)
+        )
         trajectory.reward = reward
         if routed:
             scores = torch.rand(len(ids) - 1, LAYERS, EXPERTS, generator=generator)
@@ -70,15 +74,17 @@ def answers(routed: bool, rewards: tuple[float, ...] = (1.0, 0.0, 0.5, 0.0)) -> 
 def learn(
     config: TrainConfig, trajectories: list[Trajectory], steps: int = 1
 ) -> Iterator[tuple[Watched, dict[str, float]]]:
-    """Runs `steps` steps on the trajectories, and yields the policy and the metrics after each."""
+    """Run `steps` steps on the trajectories, and yield the policy and the metrics after each."""
     policy = Watched(config)
     learner = Learner(config, policy, None, pad_id=0)
     for step in range(1, steps + 1):
         yield policy, learner.learn(*as_step(trajectories), step)
 
 
-def test_every_update_of_a_step_replays_the_routes_of_the_first_pass(one_rank: None, models: Path) -> None:
-    """The first update's log-probabilities therefore equal those before it, bit for bit."""
+def test_every_update_of_a_step_replays_the_routes_of_the_first_pass(
+    one_rank: None, models: Path
+) -> None:
+    """Return the first update's log-probabilities therefore equal those before it, bit for bit."""
     config = make_config(models, "recorded", algorithm={"num_iterations": 3})
     [(policy, metrics)] = learn(config, answers(routed=False))
     assert len(policy.seen) == 3 and all(routes is not None for routes in policy.seen[0])
@@ -91,17 +97,25 @@ def test_every_update_of_a_step_replays_the_routes_of_the_first_pass(one_rank: N
 def test_updates_replay_the_engines_routes_and_the_router_learns(one_rank: None, models: Path) -> None:
     config, step = make_config(models, "engine"), answers(routed=True)
     gate = "model.layers.0.mlp.gate.weight"
-    before = dict(FsdpPolicy(config.model, config.policy, checks.CPU).named_parameters())[gate].full_tensor().clone()
+    before = (
+        dict(FsdpPolicy(config.model, config.policy, checks.CPU).named_parameters())[gate]
+        .full_tensor()
+        .clone()
+    )
     [(policy, metrics)] = learn(config, step)
     [batches] = policy.seen
     taken = torch.cat([routes for routes in batches if routes is not None]).flatten(1).tolist()
-    sampled = [row for t in step if t.routes is not None for row in t.routes.reshape(len(t.routes), -1).tolist()]
+    sampled = [
+        row for t in step if t.routes is not None for row in t.routes.reshape(len(t.routes), -1).tolist()
+    ]
     assert sorted(taken) == sorted(sampled)
     assert 0.5 < metrics["moe/routes_differ"] <= 1  # the given routes are random
     assert not torch.equal(dict(policy.named_parameters())[gate].full_tensor(), before)
 
 
-def test_a_step_without_signal_measures_the_gap_with_the_engines_routes(one_rank: None, models: Path) -> None:
+def test_a_step_without_signal_measures_the_gap_with_the_engines_routes(
+    one_rank: None, models: Path
+) -> None:
     config = make_config(models, "engine")
     [(policy, metrics)] = learn(config, answers(routed=True, rewards=(1.0,) * 4))
     assert policy.seen == [] and metrics["no_signal_steps"] == 1.0
@@ -112,12 +126,14 @@ def test_a_missing_row_of_routes_is_an_error_that_names_the_sample(one_rank: Non
     step = answers(routed=True)
     assert step[2].routes is not None
     step[2].routes = step[2].routes[:-1]
-    with pytest.raises(RuntimeError, match="prompt 1 sample 0: the engine gave 16 rows of routes for 17 tokens"):
+    with pytest.raises(
+        RuntimeError, match="prompt 1 sample 0: the engine gave 16 rows of routes for 17 tokens"
+    ):
         list(learn(make_config(models, "engine"), step))
 
 
 def test_a_balance_loss_evens_out_the_load(one_rank: None, models: Path) -> None:
-    """The load evens out over fifty updates on answers of equal reward, where nothing else moves the router."""
+    """Return the load evens out over fifty updates on answers of equal reward, where nothing else moves the router."""
     equal_answers, falls = answers(routed=False, rewards=(0.0,) * 4), {}
     for coef in (0.0, 0.1):
         config = make_config(models, "recorded", algorithm={"balance_coef": coef}, policy={"lr": 3e-3})

@@ -1,4 +1,4 @@
-"""Trains on two machines, which are namespaces on this one; `nodes_run.py` has more machines and events."""
+"""Train on two machines, which are namespaces on this one; `nodes_run.py` has more machines and events."""
 
 from pathlib import Path
 
@@ -8,7 +8,9 @@ from tests.support import nodes_run
 from tests.support.nodes import missing
 
 
-def test_a_link_that_is_down_for_5_s_changes_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_link_that_is_down_for_5_s_changes_no_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if why := missing():
         pytest.skip(f"this machine cannot simulate several: {why}")
     ended = nodes_run.main([str(tmp_path / "nodes"), "--nodes", "2", "--only", "cut"])

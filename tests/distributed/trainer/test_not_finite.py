@@ -9,7 +9,9 @@ from tests.conftest import TinyModel
 from tests.support.real_run import Run, write_recipe
 
 
-def test_weights_that_are_not_finite_end_the_run_and_are_named(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_end_the_run_and_are_named(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     """One row of a norm on the second rank is NaN: every answer is empty, and no reward differs."""
     model = tmp_path / "model"
     shutil.copytree(tiny_model(), model)
@@ -29,5 +31,7 @@ def test_weights_that_are_not_finite_end_the_run_and_are_named(tiny_model: TinyM
     run.assert_gone()
     words = " ".join(run.output().split())
     assert "sampled a token with a log-probability of nan; the policy's parameter" in words, run.output()
-    assert "parameter model.layers.1.input_layernorm.weight holds values that are not finite" in words, run.output()
+    assert "parameter model.layers.1.input_layernorm.weight holds values that are not finite" in words, (
+        run.output()
+    )
     assert run.rows() == [] and not (run.folder / "summary.json").exists()

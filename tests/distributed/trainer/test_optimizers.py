@@ -11,7 +11,7 @@ from tests.support.launch import run_ranks
 
 @pytest.fixture(scope="module")
 def two_ranks(models: Path) -> dict[str, str]:
-    """The errors of each check on two ranks."""
+    """Return the errors of each check on two ranks."""
     run_ranks(checks.two_ranks, 2, timeout=240, arguments=[str(models), str(models / "optimizers.json")])
     return json.loads((models / "optimizers.json").read_text())
 
@@ -40,7 +40,9 @@ def test_two_ranks_continue_from_a_checkpoint_bit_for_bit(two_ranks: dict[str, s
 
 
 @pytest.mark.parametrize("case", ["muon", "own"])
-def test_one_rank_loads_what_two_have_saved(one_rank: None, two_ranks: dict[str, str], models: Path, case: str) -> None:
+def test_one_rank_loads_what_two_have_saved(
+    one_rank: None, two_ranks: dict[str, str], models: Path, case: str
+) -> None:
     checks.check_loaded(models, case)
 
 

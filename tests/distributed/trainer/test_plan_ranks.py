@@ -8,7 +8,7 @@ from tests.support.launch import run_ranks
 
 
 def measure(model: str, output: str) -> None:
-    """Builds the policy and its weight source; rank 0 writes their sizes in bytes."""
+    """Build the policy and its weight source; rank 0 writes their sizes in bytes."""
     import torch
 
     from sharding.ranks import rank
@@ -22,8 +22,13 @@ def measure(model: str, output: str) -> None:
     init_process_group(60, "cpu")
     policy = FsdpPolicy(ModelConfig(path=model), PolicyConfig(dtype="float32"), torch.device("cpu"))
     state = policy.state_dict()
-    sizes = {part: sum(tensor.to_local().nbytes for tensor in state[part].values()) for part in ("model", "optimizer")}
-    muon = FsdpPolicy(ModelConfig(path=model), PolicyConfig(dtype="float32", optimizer="muon"), torch.device("cpu"))
+    sizes = {
+        part: sum(tensor.to_local().nbytes for tensor in state[part].values())
+        for part in ("model", "optimizer")
+    }
+    muon = FsdpPolicy(
+        ModelConfig(path=model), PolicyConfig(dtype="float32", optimizer="muon"), torch.device("cpu")
+    )
     sizes["muon"] = sum(tensor.to_local().nbytes for tensor in muon.state_dict()["optimizer"].values())
     source = FsdpWeightSource(list(policy.named_parameters()), torch.bfloat16)
     sizes["staging"] = BUFFERS * BucketPlan(source.parameters(), 1 << 20).capacity
@@ -40,8 +45,14 @@ def test_two_ranks_hold_the_planned_bytes(tiny_model: Callable[..., Path], tmp_p
     model = tiny_model(architecture="qwen2", tied=False)
     run_ranks(measure, 2, arguments=[str(model), str(tmp_path / "sizes.json")])
     held = json.loads((tmp_path / "sizes.json").read_text())
-    sections = {"engine": {"dtype": "bfloat16"}, "sync": {"bucket_mib": 1}, "policy": {"dtype": "float32"}}
-    config = TrainConfig.model_validate({"model": {"path": str(model)}, "data": {"path": "d"}} | sections)
+    sections = {
+        "engine": {"dtype": "bfloat16"},
+        "sync": {"bucket_mib": 1},
+        "policy": {"dtype": "float32"},
+    }
+    config = TrainConfig.model_validate(
+        {"model": {"path": str(model)}, "data": {"path": "d"}} | sections
+    )
     sizes = model_sizes(config, config.model.path)
     parts = {part.name: part.generating for part in trainer_parts(config, sizes, 2, 80.0)}
     assert parts["policy: float32 weights"] == held["model"]

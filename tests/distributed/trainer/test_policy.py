@@ -23,18 +23,22 @@ BY_KIND = pytest.mark.parametrize(("kind", "tied"), checks.KINDS)
 
 @pytest.fixture(scope="module")
 def two_ranks(models: Path) -> dict[str, str]:
-    """The errors of each check on two ranks."""
+    """Return the errors of each check on two ranks."""
     run_ranks(checks.two_ranks, 2, timeout=240, arguments=[str(models), str(models / "two.json")])
     return json.loads((models / "two.json").read_text())
 
 
 @BY_KIND
-def test_one_rank_loads_the_weights_of_from_pretrained(one_rank: None, models: Path, kind: str, tied: bool) -> None:
+def test_one_rank_loads_the_weights_of_from_pretrained(
+    one_rank: None, models: Path, kind: str, tied: bool
+) -> None:
     checks.check_loading(models, kind, tied)
 
 
 @BY_KIND
-def test_two_ranks_load_the_weights_of_from_pretrained(two_ranks: dict[str, str], kind: str, tied: bool) -> None:
+def test_two_ranks_load_the_weights_of_from_pretrained(
+    two_ranks: dict[str, str], kind: str, tied: bool
+) -> None:
     assert two_ranks[f"loading {kind} {tied}"] == ""
 
 
@@ -63,13 +67,15 @@ def test_one_and_four_micro_batches_have_the_plain_gradients(
 def test_compiled_norms_and_mlps_have_plain_gradients_in_few_graphs(
     one_rank: None, models: Path, monkeypatch: pytest.MonkeyPatch, layers: str
 ) -> None:
-    """Packs of several lengths are used in an update, scored, and used again, with activations kept or recomputed.
+    """Pack of several lengths are used in an update, scored, and used again, with activations kept or recomputed.
 
     The code generator, which is PyTorch's and takes a minute, is left out.
     """
     compiled = torch.nn.Module.compile
     monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda layer, dynamic: compiled(layer, backend="aot_eager", dynamic=dynamic)
+        torch.nn.Module,
+        "compile",
+        lambda layer, dynamic: compiled(layer, backend="aot_eager", dynamic=dynamic),
     )
     torch._dynamo.reset()
     counted = torch._dynamo.utils.counters
@@ -81,13 +87,18 @@ def test_compiled_norms_and_mlps_have_plain_gradients_in_few_graphs(
     with torch._dynamo.config.patch(disable=False, fail_on_recompile_limit_hit=True):
         policies = [checks.make_policy(source, **settings, compile=compile) for compile in (True, False)]
         for _ in range(2):
-            stats = [policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE) for policy in policies]
+            stats = [
+                policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE)
+                for policy in policies
+            ]
             assert stats[0].loss == pytest.approx(stats[1].loss, rel=1e-5)
             assert stats[0].grad_norm == pytest.approx(stats[1].grad_norm, rel=1e-4)
             scores = [policy.score(batches, checks.TEMPERATURE) for policy in policies]
             for ours, plain in zip(*scores, strict=True):
                 torch.testing.assert_close(ours.logprobs, plain.logprobs, atol=1e-4, rtol=1e-4)
-    assert 0 < counted["stats"]["unique_graphs"] <= 8, "few graphs: norm and MLP, with and without gradients"
+    assert 0 < counted["stats"]["unique_graphs"] <= 8, (
+        "few graphs: norm and MLP, with and without gradients"
+    )
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -99,7 +110,9 @@ def test_gradients_of_two_ranks_with_uneven_micro_batches(
 
 
 @pytest.mark.parametrize("layers", ["none", "full"])
-def test_given_routes_and_balance_on_two_ranks_are_those_of_one_process(two_ranks: dict[str, str], layers: str) -> None:
+def test_given_routes_and_balance_on_two_ranks_are_those_of_one_process(
+    two_ranks: dict[str, str], layers: str
+) -> None:
     assert two_ranks[f"routed {layers}"] == ""
 
 
@@ -109,7 +122,9 @@ def test_given_routes_and_balance_on_one_rank_are_those_of_one_process(
 ) -> None:
     compiled = torch.nn.Module.compile
     monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda layer, dynamic: compiled(layer, backend="aot_eager", dynamic=dynamic)
+        torch.nn.Module,
+        "compile",
+        lambda layer, dynamic: compiled(layer, backend="aot_eager", dynamic=dynamic),
     )
     torch._dynamo.reset()
     with torch._dynamo.config.patch(disable=False):
@@ -124,7 +139,9 @@ def test_adapters_on_a_mixture_replay_routes_as_the_merged_model_does(
     config = PolicyConfig(dtype="float32", lr=0.1)
     policy = FsdpPolicy(ModelConfig(path=str(source), routes="engine"), config, checks.CPU, lora=lora)
     assert policy.routing is not None
-    batches = micro_batches(checks.routed_samples(policy.routing.format), 33, 0, checks.CPU, packing=True)
+    batches = micro_batches(
+        checks.routed_samples(policy.routing.format), 33, 0, checks.CPU, packing=True
+    )
     before = policy.score(batches, checks.TEMPERATURE)
     policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE)
     adapted = policy.score(batches, checks.TEMPERATURE)
@@ -172,8 +189,10 @@ def test_an_offloaded_reference_is_in_memory_only_while_it_scores(two_ranks: dic
 
 
 @BY_KIND
-def test_an_export_may_be_in_several_files(one_rank: None, models: Path, tmp_path: Path, kind: str, tied: bool) -> None:
-    """The files have an index, as those of large models do, and are read back through it."""
+def test_an_export_may_be_in_several_files(
+    one_rank: None, models: Path, tmp_path: Path, kind: str, tied: bool
+) -> None:
+    """Return the files have an index, as those of large models do, and are read back through it."""
     source = checks.model_folder(models, kind, tied)
     policy = checks.make_policy(source)
     save_pretrained(policy.model, tmp_path, torch.float32, source, shard_bytes=20_000)
@@ -185,18 +204,24 @@ def test_an_export_may_be_in_several_files(one_rank: None, models: Path, tmp_pat
 def test_a_reference_has_no_optimizer_and_no_gradients(one_rank: None, models: Path) -> None:
     policy = checks.make_policy(checks.model_folder(models), trainable=False, dtype="bfloat16")
     assert not hasattr(policy, "optimizer") and policy.state_dict()["optimizer"] == {}
-    assert {(p.dtype, p.requires_grad) for _, p in policy.named_parameters()} == {(torch.bfloat16, False)}
-    assert torch.isfinite(policy.score(checks.own_batches(checks.make_samples(), 60), 1.0)[0].logprobs).all()
+    assert {(p.dtype, p.requires_grad) for _, p in policy.named_parameters()} == {
+        (torch.bfloat16, False)
+    }
+    assert torch.isfinite(
+        policy.score(checks.own_batches(checks.make_samples(), 60), 1.0)[0].logprobs
+    ).all()
 
 
 def test_checkpoint_views_of_fused_experts_go_expert_by_expert(models: Path) -> None:
-    """The gate of each expert is before its up projection; the views equal slices of a real tensor."""
+    """Return the gate of each expert is before its up projection; the views equal slices of a real tensor."""
     source = checks.model_folder(models, "qwen3_moe", False)
     model = build_meta_model(source, ModelConfig(path=str(source)), torch.float32, checks.CPU)
     stored = load_file(source / "model.safetensors")
     name = "model.layers.1.mlp.experts.gate_up_proj"
     views = checkpoint_views(model, name, (5, 48, 32))
-    expected = [f"model.layers.1.mlp.experts.{e}.{part}_proj.weight" for e in range(5) for part in ("gate", "up")]
+    expected = [
+        f"model.layers.1.mlp.experts.{e}.{part}_proj.weight" for e in range(5) for part in ("gate", "up")
+    ]
     assert [view.name for view in views] == expected
     plain = checks.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).get_parameter(name)
     for view in views:
@@ -207,7 +232,9 @@ def test_checkpoint_views_of_fused_experts_go_expert_by_expert(models: Path) -> 
     assert checkpoint_views(model, name, (5, 48, 32)) == views
 
 
-def test_checkpoint_views_refuse_parts_that_are_not_contiguous(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_views_refuse_parts_that_are_not_contiguous(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = checks.model_folder(models)
     model = build_meta_model(source, ModelConfig(path=str(source)), torch.float32, checks.CPU)
     for conversion, message in [
@@ -222,7 +249,9 @@ def test_checkpoint_views_refuse_parts_that_are_not_contiguous(models: Path, mon
 
 
 @pytest.mark.parametrize("fault", ["missing", "shape", "no file", "cut short", "no model"])
-def test_a_bad_checkpoint_is_refused_in_one_line(one_rank: None, models: Path, tmp_path: Path, fault: str) -> None:
+def test_a_bad_checkpoint_is_refused_in_one_line(
+    one_rank: None, models: Path, tmp_path: Path, fault: str
+) -> None:
     source = checks.model_folder(models)
     tensors = load_file(source / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"

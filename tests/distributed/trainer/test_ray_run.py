@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(900)  # a cluster starts slowly on a busy machi
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """A cluster with room for two engines, whose processes are forked."""
+    """Yield a cluster with room for two engines, whose processes are forked."""
     monkeypatch.setenv("RAY_worker_niceness", "0")  # otherwise the machine's other work comes first
     starts = {"py_executable": shlex.join(forked.PYTHON), "env_vars": {forked.ENGINES: "1"}}
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": starts}))
@@ -30,7 +30,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 
 def actors() -> list[psutil.Process]:
-    """The processes of the cluster's engines: each is forked from one, and ends with it."""
+    """Return the processes of the cluster's engines: each is forked from one, and ends with it."""
     children = psutil.Process().children(recursive=True)
     return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and forked.__file__ in p.cmdline()]
 
@@ -46,7 +46,16 @@ def test_replicas_that_die_and_join_answer_each_prompt_once_as_one_engine_does(
     tracking = {"completions_per_step": 100}
     recipe = write_recipe(tmp_path, tiny_model(), **sections, rollout=gated, tracking=tracking)
 
-    run = Run(recipe, "--engine.placement", "ray", "--engine.replicas", "3", ranks=2, name="apart", preloaded=True)
+    run = Run(
+        recipe,
+        "--engine.placement",
+        "ray",
+        "--engine.replicas",
+        "3",
+        ranks=2,
+        name="apart",
+        preloaded=True,
+    )
     run.wait_for((gates / "3.reached").exists, "the first turns of step 3")
     two = actors()
     assert len(two) == 2
@@ -55,7 +64,9 @@ def test_replicas_that_die_and_join_answer_each_prompt_once_as_one_engine_does(
     run.wait_for((gates / "4.reached").exists, "the first turns of step 4")
     assert "starting another, 2 of engine.restarts left" in run.output()
     cluster.add_node(num_cpus=1)
-    run.wait_for(lambda: "has started: 3 of 3 replicas from the next update on" in run.output(), "three engines")
+    run.wait_for(
+        lambda: "has started: 3 of 3 replicas from the next update on" in run.output(), "three engines"
+    )
     (gates / "4").touch()
     assert run.wait() == 0, run.output()
     deadline = time.monotonic() + GONE_SECONDS
@@ -68,7 +79,8 @@ def test_replicas_that_die_and_join_answer_each_prompt_once_as_one_engine_does(
     assert answers[0] == answers[1]
     rows, expected = run.comparable_rows(), together.comparable_rows()
     assert len(rows) == 7
-    for row, other in zip(rows, expected, strict=True):  # not bit for bit: engines compute different batches
+    for row, other in zip(rows, expected, strict=True):
+        # not bit for bit: engines compute different batches
         assert row.keys() == other.keys()
         assert {key: value for key, value in row.items() if isinstance(value, float)} == pytest.approx(
             {key: value for key, value in other.items() if isinstance(value, float)}, rel=1e-3, abs=1e-5

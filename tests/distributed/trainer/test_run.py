@@ -40,7 +40,8 @@ def side_by_side(recipe: Path) -> tuple[Run, Run]:
     """
     one_engine = ["--engine.tensor_parallel_size=2", "--run.steps=2", "--eval.every=0"]
     imports = recipe.parent / "imports"
-    one = Run(recipe, *one_engine, name="one-engine", preloaded=True)  # first: it may wait for its server's imports
+    # first: it may wait for its server's imports
+    one = Run(recipe, *one_engine, name="one-engine", preloaded=True)
     undisturbed = Run(recipe, "--run.profile", "[2, 3]", name="whole", imports=imports)
     undisturbed.watch_listening()
     for run in (undisturbed, one):
@@ -52,15 +53,17 @@ def side_by_side(recipe: Path) -> tuple[Run, Run]:
 
 @pytest.fixture(scope="module")
 def undisturbed(side_by_side: tuple[Run, Run]) -> Run:
-    """The undisturbed run of six steps."""
+    """Return the undisturbed run of six steps."""
     return side_by_side[0]
 
 
 @pytest.fixture(scope="module")
 def overdue(recipe: Path) -> Run:
-    """A run with an evaluation after each step, until an engine is stopped in the third step or later."""
+    """Return a run with an evaluation after each step, until an engine is stopped in the third step or later."""
     often = ["--eval.every=1", "--eval.samples=3", "--eval.temperature=1", "--eval.k=[1, 3]"]
-    run = Run(recipe, *often, "--run.steps=100000", "--run.step_deadline_s=20", name="overdue", preloaded=True)
+    run = Run(
+        recipe, *often, "--run.steps=100000", "--run.step_deadline_s=20", name="overdue", preloaded=True
+    )
     try:
         run.wait_for_steps(3)
         run.engines()[0].send_signal(signal.SIGSTOP)
@@ -91,8 +94,10 @@ def test_a_run_writes_the_record_it_promises(undisturbed: Run) -> None:
 
 
 def test_an_undisturbed_run_prints_only_hotbunks_own_lines(side_by_side: tuple[Run, Run]) -> None:
-    """The run has no profiler, which would print. It reports that its reward function leaves processes."""
-    expected = re.compile(r"· |[╭│╰]|\s*\d/2 |\s*step +reward|\[hotbunk\] rank \d is gone; ended what it left behind: ")
+    """Return the run has no profiler, which would print. It reports that its reward function leaves processes."""
+    expected = re.compile(
+        r"· |[╭│╰]|\s*\d/2 |\s*step +reward|\[hotbunk\] rank \d is gone; ended what it left behind: "
+    )
     above, strange = "", []
     for line in side_by_side[1].output().splitlines():
         goes_on = above.startswith("· ") and len(above) > WIDTH - 40  # a line that was wrapped
@@ -119,7 +124,7 @@ def test_a_run_listens_on_loopback_alone(undisturbed: Run) -> None:
 def test_a_run_asked_to_end_resumes_and_equals_the_undisturbed_one(
     recipe: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run is asked to end while a rollout hangs and the policy is offloaded: it gives up the step, and saves.
+    """Return the run is asked to end while a rollout hangs and the policy is offloaded: it gives up the step, and saves.
 
     Its checkpoint is damaged afterwards, so that the next start resumes from the one before. A rank of that start is
     killed, and the supervisor restarts the run.
@@ -134,25 +139,36 @@ def test_a_run_asked_to_end_resumes_and_equals_the_undisturbed_one(
     assert asked.wait() == 128 + signal.SIGTERM
     assert "[hotbunk] the run was interrupted by SIGTERM, exit code 143" in asked.output()
     assert asked.output().endswith("[hotbunk] not started again: the run was asked to end\n")
-    assert f"to resume from {asked.folder}/checkpoints/step_3, give the same command again" in asked.output()
-    assert re.search(rf"to try the model of step_3: \S*hotbunk generate {asked.folder}\n", asked.output())
+    assert (
+        f"to resume from {asked.folder}/checkpoints/step_3, give the same command again"
+        in asked.output()
+    )
+    assert re.search(
+        rf"to try the model of step_3: \S*hotbunk generate {asked.folder}\n", asked.output()
+    )
     asked.assert_gone()
     assert "rank 1: interrupted by SIGTERM" in asked.output()
     assert asked.rows()[-1]["memory/offloaded_gib"] > 0
     assert "asked to end: saved at step 3" in asked.output()  # no finished step is repeated
-    assert checkpoint.latest_complete(asked.folder / "checkpoints") == asked.folder / "checkpoints" / "step_3"
+    assert (
+        checkpoint.latest_complete(asked.folder / "checkpoints")
+        == asked.folder / "checkpoints" / "step_3"
+    )
     shards = asked.folder / "checkpoints" / "step_3" / "__1_0.distcp"
     content = bytearray(shards.read_bytes())
     content[len(content) // 2] ^= 1
     shards.write_bytes(content)
     resumed = Run(recipe, name="broken", preloaded=True)
-    resumed.wait_for(lambda: "starting 2 engine(s)" in resumed.output(), "start of the engines")  # this takes seconds
+    # This takes seconds
+    resumed.wait_for(lambda: "starting 2 engine(s)" in resumed.output(), "start of the engines")
     resumed.ranks()[1].send_signal(signal.SIGKILL)
     assert resumed.wait() == 0, resumed.output()
     resumed.assert_gone()
     assert "rank 1: was ended by SIGKILL" in resumed.output()
     assert "exit code 137: starting again in 2 s, 1 restart left after that" in resumed.output()
-    assert "step_3 is damaged: __1_0.distcp is not what was written (SHA-256); skipped" in resumed.output()
+    assert (
+        "step_3 is damaged: __1_0.distcp is not what was written (SHA-256); skipped" in resumed.output()
+    )
     assert "step_2, the newest sound checkpoint" in resumed.output()
     assert unequal(undisturbed, resumed) == []
 
@@ -168,8 +184,10 @@ if __name__ == "__main__":
 """
 
 
-def test_a_zero_copy_run_learns_and_is_resumed_by_a_staged_one(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """The dtype is bfloat16, in which master weights and weights differ; zero copy takes one rank."""
+def test_a_zero_copy_run_learns_and_is_resumed_by_a_staged_one(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Return the dtype is bfloat16, in which master weights and weights differ; zero copy takes one rank."""
     recipe = write_recipe(
         tmp_path,
         tiny_model(),
@@ -182,13 +200,20 @@ def test_a_zero_copy_run_learns_and_is_resumed_by_a_staged_one(tiny_model: TinyM
     shared = Run(recipe, ranks=1, name="run", preloaded=True)
     assert shared.wait() == 0, shared.output()
     shared.assert_gone()
-    assert "sync.way is zero_copy, since one rank and its engine keep weights in the same layout" in shared.output()
-    copying = Run(recipe, "--sync.way", "staged", "--run.steps", "5", ranks=1, name="run", preloaded=True)
+    assert (
+        "sync.way is zero_copy, since one rank and its engine keep weights in the same layout"
+        in shared.output()
+    )
+    copying = Run(
+        recipe, "--sync.way", "staged", "--run.steps", "5", ranks=1, name="run", preloaded=True
+    )
     assert copying.wait() == 0, copying.output()
     rows = copying.rows()
     assert [row["train/step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert [row["sync/verified"] for row in rows] == [1, 2, 3, 5, 6, 8]
-    assert all(row["gap/mean"] < 0.02 for row in rows[1:]) and all(row["grad_norm"] > 0 for row in rows[1:])
+    assert all(row["gap/mean"] < 0.02 for row in rows[1:]) and all(
+        row["grad_norm"] > 0 for row in rows[1:]
+    )
     assert rows[3]["eval/reward"] != rows[0]["eval/reward"]
 
 
@@ -196,7 +221,7 @@ def test_a_zero_copy_run_learns_and_is_resumed_by_a_staged_one(tiny_model: TinyM
 def test_a_run_by_pull_equals_a_staged_one_bit_for_bit(
     tiny_model: TinyModel, tmp_path: Path, lora: dict[str, object]
 ) -> None:
-    """Weights are cast to bfloat16 on the way; the runs have an evaluation, a checkpoint and, in one case, adapters."""
+    """Return weights are cast to bfloat16 on the way; the runs have an evaluation, a checkpoint and, in one case, adapters."""
     recipe = write_recipe(
         tmp_path,
         tiny_model(),
@@ -215,7 +240,9 @@ def test_a_run_by_pull_equals_a_staged_one_bit_for_bit(
         run.assert_gone()
     first, second = runs
     assert first.comparable_rows() == second.comparable_rows() and len(first.rows()) == 4
-    assert [row["sync/verified"] for row in first.rows()] == [row["sync/verified"] for row in second.rows()]
+    assert [row["sync/verified"] for row in first.rows()] == [
+        row["sync/verified"] for row in second.rows()
+    ]
     assert answers(first) == answers(second)
     exports = [(run.folder / "model" / "model.safetensors").read_bytes() for run in (first, second)]
     assert exports[0] == exports[1]
@@ -234,7 +261,10 @@ def test_plain_transformers_and_plain_vllm_answer_alike_with_the_export(undistur
             torch.tensor([ids]), do_sample=False, max_new_tokens=12, min_new_tokens=12, eos_token_id=-1
         )
         expected.append(answer[0, len(ids) :].tolist())
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
     command = [*PYTHON, "-c", PLAIN_VLLM, str(folder), json.dumps(prompts)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     answers = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
@@ -243,10 +273,15 @@ def test_plain_transformers_and_plain_vllm_answer_alike_with_the_export(undistur
 
 
 def test_two_runs_at_the_same_time_both_finish(side_by_side: tuple[Run, Run]) -> None:
-    assert [json.loads((run.folder / "summary.json").read_text())["steps"] for run in side_by_side] == [6, 2]
+    assert [json.loads((run.folder / "summary.json").read_text())["steps"] for run in side_by_side] == [
+        6,
+        2,
+    ]
 
 
-def test_a_tensor_parallel_engine_samples_what_single_engines_sample(side_by_side: tuple[Run, Run]) -> None:
+def test_a_tensor_parallel_engine_samples_what_single_engines_sample(
+    side_by_side: tuple[Run, Run],
+) -> None:
     """One scheduler serves the group, so ranks cannot diverge, and answers do not depend on how a model is sharded."""
     undisturbed, run = side_by_side
     assert [row["sync/verified"] for row in run.rows()] == [1, 2]
@@ -255,7 +290,7 @@ def test_a_tensor_parallel_engine_samples_what_single_engines_sample(side_by_sid
 
 
 def answers(run: Run) -> list[str]:
-    """The answers of the first step."""
+    """Return the answers of the first step."""
     rows = map(json.loads, (run.folder / "completions.jsonl").read_text().splitlines())
     return [row["text"] for row in rows if row["train/step"] == 1]
 
@@ -267,21 +302,33 @@ def test_evaluation_changes_nothing_in_training(overdue: Run, undisturbed: Run) 
     assert [line for line in lines if " eval/" not in line and " sync/verified:" not in line] == []
 
 
-def test_a_run_disturbed_at_random_equals_the_undisturbed_one_bit_for_bit(recipe: Path, undisturbed: Run) -> None:
-    """A reward worker, an engine and a guardian are killed, a rank is stopped for a while, a start is interrupted.
+def test_a_run_disturbed_at_random_equals_the_undisturbed_one_bit_for_bit(
+    recipe: Path, undisturbed: Run
+) -> None:
+    """Return a reward worker, an engine and a guardian are killed, a rank is stopped for a while, a start is interrupted.
 
     The engine's weights are packed: with plain ones MKL's last bit depends on how many requests happen to be decoded
     together. tests/support/killed_run.py does more of this.
     """
-    broken = disturbed(recipe, draw(kills=4, stops=1, seed=483), ranks=2, seed=0, name="disturbed", preloaded=True)
+    broken = disturbed(
+        recipe, draw(kills=4, stops=1, seed=483), ranks=2, seed=0, name="disturbed", preloaded=True
+    )
     assert broken.failures == []
     assert unequal(undisturbed, broken.run) == []
     outputs = [log.read_text() for log in recipe.parent.glob("disturbed-*.log")]
-    assert sum("has ended: starting again, 2 of engine.restarts left in this hour" in output for output in outputs) == 1
+    assert (
+        sum(
+            "has ended: starting again, 2 of engine.restarts left in this hour" in output
+            for output in outputs
+        )
+        == 1
+    )
 
 
-def test_a_supervised_run_survives_the_death_of_an_engine_and_of_the_launcher(recipe: Path, undisturbed: Run) -> None:
-    """`tests/support/killed_run.py --alone` kills forty times."""
+def test_a_supervised_run_survives_the_death_of_an_engine_and_of_the_launcher(
+    recipe: Path, undisturbed: Run
+) -> None:
+    """Return `tests/support/killed_run.py --alone` kills forty times."""
     kills = [(2, "engine", "rollout", 0.05), (4, "launcher", "update", 0.0)]
     assert survived(recipe, kills, undisturbed, ranks=2, name="alone", preloaded=True) == []
 
@@ -291,4 +338,5 @@ def test_a_step_over_its_deadline_names_ranks_phases_and_stacks(overdue: Run) ->
     assert "exceeded a deadline" in overdue.output()
     for rank in (0, 1):
         assert f"rank {rank}: phase " in overdue.output()
-    assert "generation/engine/thread.py" in overdue.output()  # the main thread of a rank was waiting there
+    # The main thread of a rank was waiting there
+    assert "generation/engine/thread.py" in overdue.output()

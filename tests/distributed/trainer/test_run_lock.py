@@ -52,21 +52,26 @@ RANK = """
 class Rank:
     """A process that runs the script above; the rank itself is below its guardians."""
 
-    def __init__(self, folder: Path, scratch: Path, name: str = "0", patience: float = 30, ranks: int = 1) -> None:
+    def __init__(
+        self, folder: Path, scratch: Path, name: str = "0", patience: float = 30, ranks: int = 1
+    ) -> None:
         script = folder / "rank.py"
         script.write_text(textwrap.dedent(RANK))
         command = [sys.executable, str(script), str(folder / "run"), name, str(patience), str(ranks)]
         self.process = subprocess.Popen(
-            command, env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            command,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
     def line(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline()
 
     def takes_it(self) -> int:
-        """Waits until the rank has taken the lock; returns the process id of the rank itself."""
+        """Wait until the rank has taken the lock; return the process id of the rank itself."""
         if "; waiting up to" in (line := self.line()):
             line = self.line()
         assert line.startswith("has it, "), line
@@ -78,14 +83,14 @@ StartRank = Callable[..., Rank]
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """A folder for temporary files, with the short path that sockets need."""
+    """Yield a folder for temporary files, with the short path that sockets need."""
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def ranks(tmp_path: Path, scratch: Path) -> Iterator[StartRank]:
-    """A function that starts ranks; at the end, those still running are killed."""
+    """Yield a function that starts ranks; at the end, those still running are killed."""
     started: list[Rank] = []
 
     def start(*arguments) -> Rank:
@@ -98,7 +103,9 @@ def ranks(tmp_path: Path, scratch: Path) -> Iterator[StartRank]:
         rank.process.communicate(timeout=120)  # the pipe closes when the last guardian has ended
 
 
-def test_a_second_start_is_refused_with_the_process_of_the_first(ranks: StartRank, tmp_path: Path) -> None:
+def test_a_second_start_is_refused_with_the_process_of_the_first(
+    ranks: StartRank, tmp_path: Path
+) -> None:
     first = ranks()
     first.takes_it()
     second = ranks("0", 1.0)
@@ -120,11 +127,14 @@ def test_the_lock_is_free_only_when_nothing_is_left_of_the_run(ranks: StartRank,
     assert "waiting up to 30 s" in second.line()
     os.kill(pid, signal.SIGKILL)  # its child has two seconds to end, and stays
     second.takes_it()
-    assert psutil.wait_procs(family, timeout=0)[1] == []  # until the launcher waits, the outer guardian is a zombie
+    # Until the launcher waits, the outer guardian is a zombie
+    assert psutil.wait_procs(family, timeout=0)[1] == []
 
 
 @pytest.mark.parametrize("last", [0, 1])
-def test_two_ranks_share_the_lock_until_both_are_gone(ranks: StartRank, tmp_path: Path, last: int) -> None:
+def test_two_ranks_share_the_lock_until_both_are_gone(
+    ranks: StartRank, tmp_path: Path, last: int
+) -> None:
     both = []
     for name in ("0", "1"):  # in this order: the second shares the lock once the first has it
         both.append(ranks(name, 30, 2))
@@ -141,7 +151,8 @@ def test_two_ranks_share_the_lock_until_both_are_gone(ranks: StartRank, tmp_path
 def test_a_rank_does_not_share_a_lock_that_another_run_has_taken(tmp_path: Path) -> None:
     first, second = RunLock(tmp_path), RunLock(tmp_path)
     first.take(0)
-    fcntl.flock(first.descriptor, fcntl.LOCK_UN)  # as may happen while the lock is changed to a shared one
+    # As may happen while the lock is changed to a shared one
+    fcntl.flock(first.descriptor, fcntl.LOCK_UN)
     second.take(0)
     with pytest.raises(UserError, match="has been taken by process"):
         first.share(0, 2)
@@ -169,9 +180,12 @@ def test_a_command_waits_for_the_lock_as_long_as_a_run_may_take_to_save(
     held = RunLock(folder)
     held.take(0)
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainer", command, str(recipe), "--resume", "none"], cwd=ROOT, text=True,
-        env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-m", "trainer", command, str(recipe), "--resume", "none"],
+        cwd=ROOT,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+    )
     assert process.stderr is not None
     line = process.stderr.readline()
     process.terminate()
@@ -191,7 +205,11 @@ def test_files_of_dead_runs_are_swept_and_no_others(ranks: StartRank, scratch: P
     memory = Path("/dev/shm") / f"torch_{os.getpid()}_12345_0"
     memory.touch()
     (dead / f"remove-{memory.name}").symlink_to(memory)
-    unlocked, elsewhere, foreign = scratch / "hotbunk-0-new", scratch / "elsewhere", scratch / "hotbunk-0-foreign"
+    unlocked, elsewhere, foreign = (
+        scratch / "hotbunk-0-new",
+        scratch / "elsewhere",
+        scratch / "hotbunk-0-foreign",
+    )
     for folder in (unlocked, elsewhere, foreign):
         folder.mkdir()
         (folder / "file").touch()
@@ -209,11 +227,16 @@ def test_files_of_dead_runs_are_swept_and_no_others(ranks: StartRank, scratch: P
     assert (foreign / "file").exists() == (os.getuid() == 0)
 
 
-def test_a_start_sweeps_the_files_of_a_run_killed_with_its_guardians(ranks: StartRank, scratch: Path) -> None:
+def test_a_start_sweeps_the_files_of_a_run_killed_with_its_guardians(
+    ranks: StartRank, scratch: Path
+) -> None:
     first = ranks()
     pid = first.takes_it()
     (folder,) = scratch.glob("hotbunk-0-*")
-    family = [*psutil.Process(first.process.pid).children(recursive=True), psutil.Process(first.process.pid)]
+    family = [
+        *psutil.Process(first.process.pid).children(recursive=True),
+        psutil.Process(first.process.pid),
+    ]
     for member in family:
         member.suspend()  # otherwise some would clean up after others
     for member in family:

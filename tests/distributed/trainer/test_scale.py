@@ -16,7 +16,7 @@ COUNTED = ("ranks", "start", "step", "requests", "files")
 
 
 def really(folder: str, output: str) -> None:
-    """Runs the benchmark's function on a real rank."""
+    """Run the benchmark's function on a real rank."""
     sys.path.insert(0, str(ROOT / "scripts" / "bench"))
     import scale_run
 
@@ -28,9 +28,18 @@ def test_real_ranks_send_receive_and_save_as_much_as_simulated_ones(tmp_path: Pa
     (tmp_path / "apart").mkdir()
     scale_run.make_inputs(tmp_path / "apart")
     script = str(ROOT / "scripts/bench/scale.py")
-    simulated = [*PYTHON, script, "--simulated", str(tmp_path / "apart"), "1,2,4", str(tmp_path / "simulated")]
+    simulated = [
+        *PYTHON,
+        script,
+        "--simulated",
+        str(tmp_path / "apart"),
+        "1,2,4",
+        str(tmp_path / "simulated"),
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(simulated, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        simulated, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     expected = {report["ranks"]: report for report in json.loads((tmp_path / "simulated").read_text())}
     for ranks in (1, 2, 4):

@@ -14,32 +14,42 @@ BY_KIND = pytest.mark.parametrize(("kind", "tied"), checks.KINDS)
 
 @pytest.fixture(scope="module")
 def two_ranks(models: Path) -> dict[str, str]:
-    """The errors of each check on two ranks."""
+    """Return the errors of each check on two ranks."""
     critic_checks.make_reward_model(models, "qwen2")
-    run_ranks(sequence_checks.two_ranks, 2, timeout=280, arguments=[str(models), str(models / "two.json")])
+    run_ranks(
+        sequence_checks.two_ranks, 2, timeout=280, arguments=[str(models), str(models / "two.json")]
+    )
     return json.loads((models / "two.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def four_ranks(models: Path) -> dict[str, str]:
-    """The errors of each check on four ranks."""
-    run_ranks(sequence_checks.four_ranks, 4, timeout=280, arguments=[str(models), str(models / "four.json")])
+    """Return the errors of each check on four ranks."""
+    run_ranks(
+        sequence_checks.four_ranks, 4, timeout=280, arguments=[str(models), str(models / "four.json")]
+    )
     return json.loads((models / "four.json").read_text())
 
 
 @BY_KIND
-def test_two_ranks_compute_the_log_probabilities_of_one(two_ranks: dict[str, str], kind: str, tied: bool) -> None:
-    """The models have sliding windows, norms of queries, tied heads, experts or latent attention."""
+def test_two_ranks_compute_the_log_probabilities_of_one(
+    two_ranks: dict[str, str], kind: str, tied: bool
+) -> None:
+    """Return the models have sliding windows, norms of queries, tied heads, experts or latent attention."""
     assert two_ranks[f"scores {kind} {tied}"] == ""
 
 
 @BY_KIND
-def test_two_ranks_compute_the_loss_and_gradients_of_one(two_ranks: dict[str, str], kind: str, tied: bool) -> None:
+def test_two_ranks_compute_the_loss_and_gradients_of_one(
+    two_ranks: dict[str, str], kind: str, tied: bool
+) -> None:
     assert two_ranks[f"update {kind} {tied}"] == ""
 
 
 @pytest.mark.parametrize("budget", sequence_checks.BUDGETS)
-def test_a_sequence_above_the_budget_has_a_micro_batch_of_its_own(two_ranks: dict[str, str], budget: int) -> None:
+def test_a_sequence_above_the_budget_has_a_micro_batch_of_its_own(
+    two_ranks: dict[str, str], budget: int
+) -> None:
     assert two_ranks[f"update {budget}"] == ""
 
 
@@ -48,7 +58,9 @@ def test_recomputed_layers_exchange_again(two_ranks: dict[str, str], layers: str
     assert two_ranks[f"recomputed {layers}"] == ""
 
 
-def test_two_ranks_keep_at_most_six_tenths_of_what_one_keeps_for_backward(two_ranks: dict[str, str]) -> None:
+def test_two_ranks_keep_at_most_six_tenths_of_what_one_keeps_for_backward(
+    two_ranks: dict[str, str],
+) -> None:
     """scripts/bench/long_sequences.py measures peak memory at 32k tokens."""
     assert two_ranks["memory"] == ""
 

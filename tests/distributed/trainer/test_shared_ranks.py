@@ -14,14 +14,16 @@ from tests.support.launch import run_ranks
 
 @pytest.fixture(scope="module")
 def two_ranks(models: Path) -> dict[str, str]:
-    """The errors of each check on two ranks."""
+    """Return the errors of each check on two ranks."""
     make_reward_model(models, "qwen2")
     run_ranks(prefix_checks.two_ranks, 2, timeout=240, arguments=[str(models), str(models / "two.json")])
     return json.loads((models / "two.json").read_text())
 
 
 @pytest.mark.parametrize("how", ["whole groups", "split groups"])
-def test_groups_on_one_rank_or_on_two_have_the_gradients_of_packs(two_ranks: dict[str, str], how: str) -> None:
+def test_groups_on_one_rank_or_on_two_have_the_gradients_of_packs(
+    two_ranks: dict[str, str], how: str
+) -> None:
     assert two_ranks[how] == ""
 
 
@@ -29,16 +31,22 @@ def test_adapters_have_the_gradients_of_packs(two_ranks: dict[str, str]) -> None
     assert two_ranks["adapters"] == ""
 
 
-def test_critics_and_references_have_the_values_and_gradients_of_packs(two_ranks: dict[str, str]) -> None:
+def test_critics_and_references_have_the_values_and_gradients_of_packs(
+    two_ranks: dict[str, str],
+) -> None:
     assert two_ranks["others"] == ""
 
 
-def test_a_supervised_step_has_the_gradients_of_packs_and_counts_all_tokens(two_ranks: dict[str, str]) -> None:
+def test_a_supervised_step_has_the_gradients_of_packs_and_counts_all_tokens(
+    two_ranks: dict[str, str],
+) -> None:
     assert two_ranks["sft"] == ""
 
 
 @pytest.mark.parametrize("how", ["mixture", "one pack of a mixture on two ranks"])
-def test_a_shared_token_counts_for_all_of_its_samples_in_a_mixture(two_ranks: dict[str, str], how: str) -> None:
+def test_a_shared_token_counts_for_all_of_its_samples_in_a_mixture(
+    two_ranks: dict[str, str], how: str
+) -> None:
     assert two_ranks[how] == ""
 
 
@@ -65,7 +73,9 @@ def test_memory_settings_frozen_layers_and_compiling_change_nothing(
 ) -> None:
     compiled = torch.nn.Module.compile
     monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda layer, dynamic: compiled(layer, backend="aot_eager", dynamic=dynamic)
+        torch.nn.Module,
+        "compile",
+        lambda layer, dynamic: compiled(layer, backend="aot_eager", dynamic=dynamic),
     )
     torch._dynamo.reset()
     with torch._dynamo.config.patch(disable=False):

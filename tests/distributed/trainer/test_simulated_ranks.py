@@ -1,4 +1,4 @@
-"""Compares `hotbunk plan` for many ranks with what one of them does, alone, on tensors without data."""
+"""Compare `hotbunk plan` for many ranks with what one of them does, alone, on tensors without data."""
 
 import json
 import os
@@ -7,7 +7,14 @@ import subprocess
 from tests.conftest import ROOT
 from tests.support.forked import PYTHON
 
-CASES = ["7b,8,4", "7b,1,2", "1.5b,512,3", "7b,64,3,none,8192", "32b,512,2,every_second", "7b,8,3,none,32768,4"]
+CASES = [
+    "7b,8,4",
+    "7b,1,2",
+    "1.5b,512,3",
+    "7b,64,3,none,8192",
+    "32b,512,2,every_second",
+    "7b,8,3,none,32768,4",
+]
 CASES += ["Qwen/Qwen3-30B-A3B,8,4"]
 """Models of full width with few layers, since memory grows by equal layers; the script has models of full depth."""
 

@@ -17,20 +17,20 @@ SHORT = ["--run.steps", "6", "--checkpoint.every", "2", "--tracking.wandb", "dis
 
 
 def command(beginning: str) -> list[str]:
-    """The arguments of the page's command that begins like this."""
+    """Return the arguments of the page's command that begins like this."""
     (line,) = re.findall(rf"^\.venv/bin/hotbunk ({beginning}.*)$", PAGE, re.MULTILINE)
     return shlex.split(line)
 
 
 def page_shows(text: str) -> bool:
-    """True if the page shows this text, whatever its numbers."""
+    """Return True if the page shows this text, whatever its numbers."""
     return re.sub(r"\d+", "N", text) in re.sub(r"\d+", "N", PAGE)
 
 
 def test_commands_of_the_tutorial_do_what_the_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The long run with the first reward is left out: the run with the second one is interrupted and resumed."""
+    """Return the long run with the first reward is left out: the run with the second one is interrupted and resumed."""
     monkeypatch.chdir(tmp_path)
     assert main(command("new")) == 0
     assert page_shows(capsys.readouterr().out.splitlines()[0])
@@ -41,7 +41,10 @@ def test_commands_of_the_tutorial_do_what_the_page_shows(
     assert main(command("train mine/recipe.yaml --dry-run")) == 0
     assert "policy:\n" in capsys.readouterr().out
     # The forked launcher works in another folder.
-    words = [word.replace("mine/", f"{tmp_path}/mine/") for word in command("train mine/recipe.yaml --run.name varied")]
+    words = [
+        word.replace("mine/", f"{tmp_path}/mine/")
+        for word in command("train mine/recipe.yaml --run.name varied")
+    ]
     recipe = tmp_path / "mine/recipe.yaml"
     options = [*words[4:], *SHORT, "--run.output_dir", f"{tmp_path}/mine/runs"]
     recipe.write_text(recipe.read_text().replace("mine/", f"{tmp_path}/mine/"))
@@ -50,7 +53,9 @@ def test_commands_of_the_tutorial_do_what_the_page_shows(
     os.kill(run.process.pid, signal.SIGINT)
     assert run.wait() == 130
     assert page_shows(
-        next(line for line in run.output().splitlines() if "interrupted by SIGINT" in line).partition(" step")[0]
+        next(line for line in run.output().splitlines() if "interrupted by SIGINT" in line).partition(
+            " step"
+        )[0]
     )
     before = run.rows()
     resumed = Run(recipe, *options, ranks=1, name="varied", preloaded=True)

@@ -11,10 +11,12 @@ from tests.support.launch import run_ranks
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The errors of each check on two ranks."""
+    """Return the errors of each check on two ranks."""
     folder = tmp_path_factory.mktemp("multimodal")
     for kind in vision_checks.KINDS:
-        vision_checks.add_head(make_tiny_vlm(folder / kind, architecture=kind, hidden_size=64, vision_size=32))
+        vision_checks.add_head(
+            make_tiny_vlm(folder / kind, architecture=kind, hidden_size=64, vision_size=32)
+        )
     file = folder / "found.json"
     run_ranks(vision_checks.two_ranks, 2, timeout=280, arguments=[str(folder), str(file)])
     return json.loads(file.read_text())

@@ -38,7 +38,9 @@ def test_a_killed_run_with_images_equals_the_undisturbed_one_bit_for_bit(tmp_pat
     straight.assert_gone()
     rows = straight.rows()
     assert max(row["gap/max"] for row in rows[1:]) <= 1e-4
-    assert any(row.get("carry/answers") for row in rows) and all("eval/pass@2" in rows[step] for step in (0, 2, 4))
+    assert any(row.get("carry/answers") for row in rows) and all(
+        "eval/pass@2" in rows[step] for step in (0, 2, 4)
+    )
     kill = Disturbance("rollout", "rank", signal.SIGKILL, 2, 0.05)
     broken = disturbed(recipe, [kill], ranks=1, seed=0, **MULTIMODAL)
     assert broken.failures == [] and unequal(straight, broken.run) == []
@@ -48,20 +50,22 @@ def test_a_killed_run_with_images_equals_the_undisturbed_one_bit_for_bit(tmp_pat
 def test_two_steps_with_images_whose_lines_end_with_marks(tmp_path: Path) -> None:
     """Ministral 3's: the marks keep their embeddings in engine and trainer."""
     model, sections = multimodal_sections(tmp_path, architecture="mistral3")
-    run = Run(write_recipe(tmp_path, model, **sections, run={"steps": 2}), ranks=1, name="marks", **MULTIMODAL)
+    run = Run(
+        write_recipe(tmp_path, model, **sections, run={"steps": 2}), ranks=1, name="marks", **MULTIMODAL
+    )
     assert run.wait() == 0, run.output()
     run.assert_gone()
     assert [row["gap/max"] <= 1e-4 for row in run.rows()] == [True, True]
 
 
 def warm_start(recipe: str) -> None:
-    """Runs `hotbunk sft` on one rank."""
+    """Run `hotbunk sft` on one rank."""
     sft.main(load_config(Path(recipe), ["run.name=warm"]))
 
 
 @pytest.mark.timeout(600)
 def test_a_client_that_adds_an_image_trains_from_a_warm_start(tmp_path: Path) -> None:
-    """The example of scripts/ makes two steps at level 6, from the model of `hotbunk sft` on the same rows."""
+    """Return the example of scripts/ makes two steps at level 6, from the model of `hotbunk sft` on the same rows."""
     model, sections = multimodal_sections(tmp_path)
     rows = [{"prompt": "Name it: ", "image": f"{28 * n}.png", "answer": str(n)} for n in (1, 2, 3)] * 4
     data = tmp_path / "named.jsonl"
@@ -84,5 +88,7 @@ def test_a_client_that_adds_an_image_trains_from_a_warm_start(tmp_path: Path) ->
     assert run.wait() == 0, run.output()
     run.assert_gone()
     assert [row["gap/max"] <= 1e-4 for row in run.rows()] == [True, True]
-    completions = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
+    completions = [
+        json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()
+    ]
     assert len(completions) > 4 and {len(answer["images"]) for answer in completions} == {2}

@@ -48,7 +48,7 @@ def test_no_micro_batch_waits_for_the_device(folder: Path, kind: str) -> None:
 
 
 def look_for_waits(kind: str, folder: str) -> None:
-    """An update of four micro-batches waits no more often than one of a single micro-batch."""
+    """Return an update of four micro-batches waits no more often than one of a single micro-batch."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     ranks._swap = same_message
     model = build(kind, ModelConfig(path=folder))
@@ -62,20 +62,24 @@ def look_for_waits(kind: str, folder: str) -> None:
 
 
 def build(kind: str, model: ModelConfig) -> Any:
-    """Makes the policy or critic of this kind."""
-    settings = PolicyConfig(dtype="bfloat16", activation_checkpointing="every_second", max_skipped_steps=1000)
+    """Make the policy or critic of this kind."""
+    settings = PolicyConfig(
+        dtype="bfloat16", activation_checkpointing="every_second", max_skipped_steps=1000
+    )
     if kind == "critic":
         return Critic(model, settings, CPU)
     if kind.startswith("ZeRO"):
         return DeepSpeedPolicy(model, settings.model_copy(update={"zero_stage": int(kind[-1])}), CPU)
     if kind == "FSDP2 with replicas":
         settings = settings.model_copy(update={"shard_size": RANKS // 2})
-    lora = LoraConfig(rank=4, target_modules=["q_proj", "down_proj"]) if kind == "adapters" else NO_ADAPTERS
+    lora = (
+        LoraConfig(rank=4, target_modules=["q_proj", "down_proj"]) if kind == "adapters" else NO_ADAPTERS
+    )
     return FsdpPolicy(model, settings, CPU, value_head=kind == "value head", lora=lora)
 
 
 def update_waits(kind: str, model: Any, count: int) -> Counter[str]:
-    """Counts the waits of an update of `count` micro-batches, by function."""
+    """Count the waits of an update of `count` micro-batches, by function."""
     batches = micro_batches(checks.make_samples(), 120, 0, CPU, count=4, packing=True)[:count]
     for batch in batches:
         for name in ("old_logprobs", "ref_logprobs", "old_values", "returns"):

@@ -51,20 +51,25 @@ def test_instruction_sets_are_hidden_only_within_the_block(monkeypatch: pytest.M
         assert torch.cpu.get_capabilities()["bf16"]
 
 
-def test_onednns_instruction_set_is_capped_unless_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednns_instruction_set_is_capped_unless_the_user_has_set_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     assert kernel_environment(plain=True) == {
         "HOTBUNK_PLAIN_CPU_WEIGHTS": "1",
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
     }
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert kernel_environment(plain=False) == {"HOTBUNK_PLAIN_CPU_WEIGHTS": "0", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    assert kernel_environment(plain=False) == {
+        "HOTBUNK_PLAIN_CPU_WEIGHTS": "0",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+    }
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2"
 
 
 @pytest.mark.parametrize("packed", ["linear", "convolution"])
 def test_a_weight_that_is_packed_unexpectedly_is_named_with_its_remedy(packed: str) -> None:
-    """A kernel of a later vLLM release might pack it."""
+    """Return a kernel of a later vLLM release might pack it."""
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
     check_unpacked(model, [])
     layer: SimpleNamespace | torch.nn.Module = model["b"]
@@ -72,13 +77,15 @@ def test_a_weight_that_is_packed_unexpectedly_is_named_with_its_remedy(packed: s
         layer.cpu_linear = lambda x, weight, bias: x
     else:
         layer._cpu_unpacked_conv_weight = torch.zeros(2, 2)
-    with pytest.raises(SyncError, match=r"^b\.weight is packed by .* set engine\.plain_cpu_weights to false$"):
+    with pytest.raises(
+        SyncError, match=r"^b\.weight is packed by .* set engine\.plain_cpu_weights to false$"
+    ):
         check_unpacked(model, [])
     check_unpacked(model, [model["b"]])  # a reload writes the weight, and packs it again
 
 
 def test_queries_of_three_dimensions_and_prompts_at_any_place_are_computed_alike() -> None:
-    """The worker is imported in a process of its own, since its import decides what torch reports of the processor."""
+    """Return the worker is imported in a process of its own, since its import decides what torch reports of the processor."""
     program = """
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -107,5 +114,7 @@ torch.testing.assert_close(scanned, states(cpu_worker._scan_by_kernel))
 print("alike")
 """
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run([*PYTHON, "-c", program], capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(
+        [*PYTHON, "-c", program], capture_output=True, text=True, timeout=300, env=environment
+    )
     assert "alike" in done.stdout, done.stderr[-2000:]

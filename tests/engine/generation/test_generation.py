@@ -16,7 +16,13 @@ from transformers import AutoTokenizer
 from generation.engine import vllm_compat
 from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings, sample_seed
-from generation.engine.settings import OWN_ARGUMENTS, QUANTIZING, UNSYNCED, EngineSettings, engine_argument_names
+from generation.engine.settings import (
+    OWN_ARGUMENTS,
+    QUANTIZING,
+    UNSYNCED,
+    EngineSettings,
+    engine_argument_names,
+)
 from generation.engine.vllm_compat import engine_arguments
 from generation.rollouts.episodes import RolloutSettings, rollout
 from generation.trajectory import Trajectory
@@ -35,7 +41,7 @@ PROMPTS = [[14, 50, 77], [20, 21, 22, 23, 24], [99, 98]]
 
 @pytest.fixture(scope="module")
 def model(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose generation_config.json asks for settings that training does not use."""
+    """Return a model whose generation_config.json asks for settings that training does not use."""
     folder = tmp_path_factory.mktemp("hostile") / "model"
     shutil.copytree(tiny_model(), folder)
     hostile = {
@@ -53,7 +59,7 @@ def model(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def leader(model: Path) -> Iterator[Leader]:
-    """An engine of that model, at version 0."""
+    """Yield an engine of that model, at version 0."""
     leader = start_engine(model, max_model_len=128, max_num_seqs=64)
     leader.engine.state.adopt_checkpoint(0)
     yield leader
@@ -63,7 +69,7 @@ def leader(model: Path) -> Iterator[Leader]:
 def run(
     leader: Leader, group: int, prompts: list[list[int]] = PROMPTS, order: list[int] | None = None
 ) -> list[Trajectory]:
-    """Runs one rollout of `group` samples a prompt; the trajectories are sorted by prompt and sample."""
+    """Run one rollout of `group` samples a prompt; the trajectories are sorted by prompt and sample."""
     settings = RolloutSettings(group, SamplingSettings(max_tokens=60), policy_version=0, seed=1, step=3)
     waiting = list(order or range(len(prompts)))
     claim: Callable[[], int | None] = lambda: waiting.pop(0) if waiting else None  # noqa: E731
@@ -80,7 +86,7 @@ def run(
 def test_on_a_terminal_an_answer_is_printed_as_it_is_generated(
     leader: Leader, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pieces add up to the answer that a pipe gets at once; a character is printed when all its bytes are there."""
+    """Return the pieces add up to the answer that a pipe gets at once; a character is printed when all its bytes are there."""
     prompt, sampling = PROMPTS[0], SamplingSettings(max_tokens=40, temperature=0.0)
     tokenizer = AutoTokenizer.from_pretrained(model)
     monkeypatch.setattr(generate, "on_checkpoint", lambda command, settings, job: job(leader))
@@ -93,8 +99,10 @@ def test_on_a_terminal_an_answer_is_printed_as_it_is_generated(
         )
         generate.converse(leader.engine.settings, chat, sampling)
         assert len(chat.ids) == len(prompt) + 40
-    assert "".join(pieces[True]) == "".join(pieces[False]) and len(pieces[False]) == 2  # the text, and the line's end
-    assert not any(piece.endswith("\ufffd") for piece in pieces[True][:-2])  # the last character may be cut off
+    # The text, and the line's end
+    assert "".join(pieces[True]) == "".join(pieces[False]) and len(pieces[False]) == 2
+    # The last character may be cut off
+    assert not any(piece.endswith("\ufffd") for piece in pieces[True][:-2])
     assert len(list(filter(None, pieces[True]))) > 10
 
 
@@ -120,15 +128,24 @@ def test_an_answer_depends_on_its_seed_and_not_on_other_requests_or_their_order(
     backwards = run(leader, group=4, order=[2, 1, 0])
     alone = run(leader, group=1, order=[1])
     assert [t.response_ids for t in forwards] == [t.response_ids for t in backwards]
-    assert alone[0].response_ids == next(t for t in forwards if (t.prompt_index, t.sample_index) == (1, 0)).response_ids
     assert (
-        len({sample_seed(*place) for place in [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]})
+        alone[0].response_ids
+        == next(t for t in forwards if (t.prompt_index, t.sample_index) == (1, 0)).response_ids
+    )
+    assert (
+        len(
+            {
+                sample_seed(*place)
+                for place in [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]
+            }
+        )
         == 5
     )
 
 
 def test_one_failing_request_does_not_lose_the_batch(leader: Leader) -> None:
-    prompts = [PROMPTS[0], [5] * 300, [10**6], PROMPTS[2]]  # too long, and an id that the model does not have
+    # Too long, and an id that the model does not have
+    prompts = [PROMPTS[0], [5] * 300, [10**6], PROMPTS[2]]
     trajectories = run(leader, group=2, prompts=prompts)
     failed = [t.prompt_index for t in trajectories if t.error]
     assert failed == [1, 1, 2, 2]
@@ -138,7 +155,9 @@ def test_one_failing_request_does_not_lose_the_batch(leader: Leader) -> None:
 
 def test_an_answer_is_cut_where_the_context_ends(leader: Leader) -> None:
     sampling = SamplingSettings(max_tokens=500)
-    completion = leader.thread.run(leader.engine.complete([7] * 120, sampling, seed=5, policy_version=0), 60, "test")
+    completion = leader.thread.run(
+        leader.engine.complete([7] * 120, sampling, seed=5, policy_version=0), 60, "test"
+    )
     assert len(completion.token_ids) <= 8
     assert completion.finish_reason in ("length", "stop")
 
@@ -162,9 +181,14 @@ def test_an_unknown_engine_argument_is_named(model: Path) -> None:
 
 
 def test_settings_that_vllm_refuses_end_in_an_error_message(model: Path) -> None:
-    sections = {"model": {"path": str(model)}, "data": {"path": "d"}, "engine": {"extra": {"block_size": "many"}}}
+    sections = {
+        "model": {"path": str(model)},
+        "data": {"path": "d"},
+        "engine": {"extra": {"block_size": "many"}},
+    }
     with pytest.raises(
-        UserError, match="the engine does not start with these settings of engine and model: .*block_size"
+        UserError,
+        match="the engine does not start with these settings of engine and model: .*block_size",
     ):
         engines.start_engine(TrainConfig.model_validate(sections), on_cuda=False)
 
@@ -173,7 +197,12 @@ def test_vllms_argument_names_are_read_without_importing_it() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert engine_argument_names() == {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    free = {"disable_log_stats", "enable_chunked_prefill", "enable_prefix_caching", "max_num_batched_tokens"}
+    free = {
+        "disable_log_stats",
+        "enable_chunked_prefill",
+        "enable_prefix_caching",
+        "max_num_batched_tokens",
+    }
     ours = engine_arguments(EngineSettings("m", 64, lora_rank=8)).keys() - free - {"use_tqdm_on_load"}
     assert ours <= OWN_ARGUMENTS.keys()
     assert {*OWN_ARGUMENTS, *UNSYNCED, *QUANTIZING} <= engine_argument_names()

@@ -40,7 +40,7 @@ GREEDY = SamplingSettings(temperature=0.0, max_tokens=6)
 
 
 def user(*parts: str) -> dict[str, Any]:
-    """A user's message of texts, and of an image for each empty part."""
+    """Return a user's message of texts, and of an image for each empty part."""
     content = [{"type": "text", "text": part} if part else {"type": "image"} for part in parts]
     return {"role": "user", "content": content}
 
@@ -51,16 +51,22 @@ class ImageEngine:
     def __init__(self, folder: Path) -> None:
         self.folder, self.processor = folder, ImageProcessor(str(folder))
         fields: dict[str, Any] = {"max_num_seqs": 8, "sleep": False, "keyed_noise": True, "images": 3}
-        settings = EngineSettings(str(folder), 512, kv_cache_bytes=1 << 24, worker_extension=WORKER_EXTENSION, **fields)
+        settings = EngineSettings(
+            str(folder), 512, kv_cache_bytes=1 << 24, worker_extension=WORKER_EXTENSION, **fields
+        )
         self.leader = Leader.start(Engine(settings), 300)
         self.leader.engine.state.adopt_checkpoint(0)
 
-    async def answer(self, ids: list[int], pictures: tuple[Image, ...], spans: Spans, **options: Any) -> Generation:
-        """Samples an answer to ids and images, greedily by default."""
+    async def answer(
+        self, ids: list[int], pictures: tuple[Image, ...], spans: Spans, **options: Any
+    ) -> Generation:
+        """Sample an answer to ids and images, greedily by default."""
         settings = {"sampling": GREEDY, "seed": 0, "policy_version": 0} | options
         return await self.leader.engine.complete(ids, images=pictures, image_spans=spans, **settings)
 
-    def complete(self, ids: list[int], pictures: tuple[Image, ...], spans: Spans, **options: Any) -> Generation:
+    def complete(
+        self, ids: list[int], pictures: tuple[Image, ...], spans: Spans, **options: Any
+    ) -> Generation:
         return self.leader.thread.run(self.answer(ids, pictures, spans, **options), 120, "sampling")
 
     def plain_logprobs(self, ids: list[int], pictures: tuple[Image, ...], spans: Spans) -> torch.Tensor:
@@ -73,22 +79,29 @@ class ImageEngine:
             kinds[0, start : start + length] = 1
         features: dict[str, Any] = self.processor.features(pictures) if pictures else {}
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([ids]), mm_token_type_ids=kinds, **features).logits[0].float()
+            logits = (
+                model(input_ids=torch.tensor([ids]), mm_token_type_ids=kinds, **features)
+                .logits[0]
+                .float()
+            )
         return logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
 @pytest.fixture(scope="module")
 def vlm(tiny_vlm: Callable[..., Path]) -> Iterator[ImageEngine]:
-    """The engine that all tests of this file share."""
+    """Yield the engine that all tests of this file share."""
     started = ImageEngine(tiny_vlm())
     yield started
     started.leader.close()
 
 
 @pytest.mark.parametrize(
-    ("parts", "count"), [(["what?"], 0), (["", "what?"], 1), (["", " and ", "", "", " last"], 3), (["last ", ""], 1)]
+    ("parts", "count"),
+    [(["what?"], 0), (["", "what?"], 1), (["", " and ", "", "", " last"], 3), (["last ", ""], 1)],
 )
-def test_answers_to_images_have_transformers_log_probabilities(vlm: ImageEngine, parts: list[str], count: int) -> None:
+def test_answers_to_images_have_transformers_log_probabilities(
+    vlm: ImageEngine, parts: list[str], count: int
+) -> None:
     pictures = PICTURES[:count]
     ids, spans = vlm.processor.expand([user(*parts)], pictures)
     answer = vlm.complete(ids, pictures, spans)
@@ -99,7 +112,9 @@ def test_answers_to_images_have_transformers_log_probabilities(vlm: ImageEngine,
 
 def test_a_wrong_number_of_image_tokens_is_an_error_that_names_the_image(vlm: ImageEngine) -> None:
     ids, spans = vlm.processor.expand([user("", "", "what?")], PICTURES[:2])
-    with pytest.raises(ImageCountError, match=r"image 2 \(98 x 70 pixels\) takes 8 tokens in the engine, but 4 in"):
+    with pytest.raises(
+        ImageCountError, match=r"image 2 \(98 x 70 pixels\) takes 8 tokens in the engine, but 4 in"
+    ):
         vlm.complete(ids, (PICTURES[0], PICTURES[0]), spans)
 
 
@@ -123,7 +138,7 @@ def test_a_sampled_image_token_is_not_taken_for_an_image(vlm: ImageEngine) -> No
 
 
 def test_answers_to_images_are_the_same_in_slices(vlm: ImageEngine) -> None:
-    """Answers are equal bit for bit at temperature 1: one that continues has its images again."""
+    """Answer are equal bit for bit at temperature 1: one that continues has its images again."""
     sampled = {"sampling": SamplingSettings(max_tokens=12)}
     requests = []
     for count, parts in enumerate([["what?"], ["", "what?"], ["last ", "", ""]]):
@@ -134,11 +149,15 @@ def test_answers_to_images_are_the_same_in_slices(vlm: ImageEngine) -> None:
     with Episodes(vlm.leader, 5, episodes) as running:
         cut = running.results()
     for one, other in zip(uncut, cut, strict=True):
-        assert len(one.token_ids) > 5 and one.token_ids == other.token_ids and one.logprobs == other.logprobs
+        assert (
+            len(one.token_ids) > 5
+            and one.token_ids == other.token_ids
+            and one.logprobs == other.logprobs
+        )
 
 
 def openai_message(*parts: str | Image) -> dict[str, Any]:
-    """A user's message in the form of OpenAI's clients."""
+    """Return a user's message in the form of OpenAI's clients."""
     texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     content = [
         {"type": "image_url", "image_url": {"url": part.data_url()}} if isinstance(part, Image) else part
@@ -150,13 +169,17 @@ def openai_message(*parts: str | Image) -> dict[str, Any]:
 def by_client(
     vlm: ImageEngine, client: Client, row: tuple[Image, ...] = (), slice_tokens: int = 0, **rules: Any
 ) -> list[Trajectory]:
-    """Runs one greedy episode of a client for a row with these images, in slices if `slice_tokens` is set."""
-    sampling = SamplingSettings(max_tokens=6, temperature=0, stop_token_ids=[vlm.processor.tokenizer.eos_token_id])
+    """Run one greedy episode of a client for a row with these images, in slices if `slice_tokens` is set."""
+    sampling = SamplingSettings(
+        max_tokens=6, temperature=0, stop_token_ids=[vlm.processor.tokenizer.eos_token_id]
+    )
     settings = RolloutSettings(1, sampling, policy_version=0, seed=1, step=2)
     image_rules = ImageRules(**({"processor": vlm.processor, "most": 3} | rules))
     ids, spans = vlm.processor.expand([user(*["" for _ in row], "what?")], row)
     engine, tokenizer = vlm.leader.engine, vlm.processor.tokenizer
-    llm = PolicyLLM(engine, tokenizer, settings, 3, 1, ids, images=row, image_spans=spans, image_rules=image_rules)
+    llm = PolicyLLM(
+        engine, tokenizer, settings, 3, 1, ids, images=row, image_spans=spans, image_rules=image_rules
+    )
     function = ClientRollout(client, start_server, 60)
 
     async def go() -> list[Trajectory]:
@@ -180,10 +203,13 @@ def by_client(
 
 
 async def look_twice(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-    """Asks a turn with the row's image, and one with another image."""
+    """Ask a turn with the row's image, and one with another image."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as api:
         [url] = row["images"]
-        first = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": row["question"]}]
+        first = [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "text", "text": row["question"]},
+        ]
         messages: list[Any] = [{"role": "user", "content": first}]
         answer = (await api.chat.completions.create(model=model, messages=messages)).choices[0].message
         messages += [answer, openai_message("and this: ", PICTURES[1])]
@@ -202,14 +228,20 @@ def test_two_turns_of_a_client_have_transformers_log_probabilities(
     assert trajectory.prompt_ids == expected and trajectory.image_spans[:1] == spans
     [pad] = vlm.processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>"])
     start, length = trajectory.image_spans[1]
-    assert ids[start - 1 : start + length + 1] == [ids[spans[0][0] - 1], *[pad] * length, ids[sum(spans[0])]]
+    assert ids[start - 1 : start + length + 1] == [
+        ids[spans[0][0] - 1],
+        *[pad] * length,
+        ids[sum(spans[0])],
+    ]
     plain = vlm.plain_logprobs(ids, trajectory.images, trajectory.image_spans)[len(expected) - 1 :]
     mask = torch.tensor(trajectory.loss_mask).bool()
     gap = (torch.tensor(trajectory.logprobs) - plain)[mask].abs()
     assert mask.sum() > 4 and gap.max() <= 1e-4
     [cut] = by_client(vlm, look_twice, PICTURES[:1], slice_tokens=2)
     assert cut.response_ids == trajectory.response_ids and cut.image_spans == trajectory.image_spans
-    torch.testing.assert_close(torch.tensor(cut.logprobs), torch.tensor(trajectory.logprobs), atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor(cut.logprobs), torch.tensor(trajectory.logprobs), atol=2e-5, rtol=0
+    )
 
 
 def test_the_limit_on_images_that_a_client_adds_excludes_the_rows(vlm: ImageEngine) -> None:
@@ -220,16 +252,28 @@ def test_the_limit_on_images_that_a_client_adds_excludes_the_rows(vlm: ImageEngi
     assert "the request has images of" in failed.error
 
 
-def test_a_wrong_number_of_image_tokens_ends_a_clients_rollout(vlm: ImageEngine, tiny_vlm: Callable[..., Path]) -> None:
+def test_a_wrong_number_of_image_tokens_ends_a_clients_rollout(
+    vlm: ImageEngine, tiny_vlm: Callable[..., Path]
+) -> None:
     other = ImageProcessor(str(tiny_vlm(largest_image=2)))  # it gives that image 2 tokens
-    sentence = r"image 1 of row 5 of rows.jsonl \(98 x 70 pixels\) takes 8 tokens in the engine, but 2 in"
-    with pytest.raises(ImageCountError, match=sentence):  # the name is kept, though the client sends a data URL
-        by_client(vlm, look_twice, (replace(PICTURES[0], name="image 1 of row 5 of rows.jsonl"),), processor=other)
+    sentence = (
+        r"image 1 of row 5 of rows.jsonl \(98 x 70 pixels\) takes 8 tokens in the engine, but 2 in"
+    )
+    with pytest.raises(ImageCountError, match=sentence):
+        # the name is kept, though the client sends a data URL
+        by_client(
+            vlm,
+            look_twice,
+            (replace(PICTURES[0], name="image 1 of row 5 of rows.jsonl"),),
+            processor=other,
+        )
 
 
 def by_sampler(vlm: ImageEngine, sampler: Any, row: tuple[Image, ...], **rules: Any) -> list[Trajectory]:
-    """Draws two greedy samples of a prompt with the row's images."""
-    sampling = SamplingSettings(max_tokens=6, temperature=0, stop_token_ids=[vlm.processor.tokenizer.eos_token_id])
+    """Draw two greedy samples of a prompt with the row's images."""
+    sampling = SamplingSettings(
+        max_tokens=6, temperature=0, stop_token_ids=[vlm.processor.tokenizer.eos_token_id]
+    )
     settings = RolloutSettings(2, sampling, policy_version=0, seed=1, step=2)
     messages = [user(*["" for _ in row], "what?")]
     ids, spans = vlm.processor.expand(messages, row)
@@ -239,12 +283,14 @@ def by_sampler(vlm: ImageEngine, sampler: Any, row: tuple[Image, ...], **rules: 
 
     async def score(trajectory: Trajectory) -> None: ...
 
-    work = sample_batch(vlm.leader.engine, vlm.processor.tokenizer, sampler, batch, settings, score, 60, limits)
+    work = sample_batch(
+        vlm.leader.engine, vlm.processor.tokenizer, sampler, batch, settings, score, 60, limits
+    )
     return vlm.leader.thread.run(work, 90, "a rollout")
 
 
 def chats(llm: Any, prompts: Any, params: Any) -> Any:
-    """A sampler that chats: a turn with the row's image, and one with another image."""
+    """Return a sampler that chats: a turn with the row's image, and one with another image."""
     turns = [list(prompt.messages) for prompt in prompts]
     for messages, output in zip(turns, llm.chat(turns), strict=True):
         messages += [
@@ -255,10 +301,8 @@ def chats(llm: Any, prompts: Any, params: Any) -> Any:
 
 
 def texts(llm: Any, prompts: Any, params: Any) -> Any:
-    """A sampler like `chats` that prompts with text; its second prompt lists both images."""
-    more = (
-        "\n<|im_start|>user\nand this: <|vision_start|><|image_pad|><|vision_end|><|im_end|>\n<|im_start|>assistant\n"
-    )
+    """Return a sampler like `chats` that prompts with text; its second prompt lists both images."""
+    more = "\n<|im_start|>user\nand this: <|vision_start|><|image_pad|><|vision_end|><|im_end|>\n<|im_start|>assistant\n"
     media = {"image": [PICTURES[0].open(), PICTURES[1].open()]}
     end = llm.get_tokenizer().eos_token
     return llm.generate(
@@ -270,7 +314,7 @@ def texts(llm: Any, prompts: Any, params: Any) -> Any:
 
 
 def tokens(llm: Any, prompts: Any, params: Any) -> Any:
-    """A sampler like `chats` that prompts with token ids."""
+    """Return a sampler like `chats` that prompts with token ids."""
     media = {"image": [PICTURES[0], PICTURES[1]]}
     outputs = llm.generate([{"prompt_token_ids": prompt.token_ids} for prompt in prompts])
     ids, _ = ImageProcessor(llm.engine.settings.model).expand("and this: <|image_pad|>", PICTURES[1:2])
@@ -286,7 +330,9 @@ def tokens(llm: Any, prompts: Any, params: Any) -> Any:
 
 
 @pytest.mark.parametrize("sampler", [chats, texts, tokens])
-def test_two_turns_of_a_sampler_have_transformers_log_probabilities(vlm: ImageEngine, sampler: Any) -> None:
+def test_two_turns_of_a_sampler_have_transformers_log_probabilities(
+    vlm: ImageEngine, sampler: Any
+) -> None:
     for trajectory in by_sampler(vlm, sampler, PICTURES[:1]):
         assert not trajectory.error and trajectory.turns == 2 and trajectory.images == PICTURES[:2]
         ids = trajectory.prompt_ids + trajectory.response_ids
@@ -302,7 +348,7 @@ def test_two_turns_of_a_sampler_have_transformers_log_probabilities(vlm: ImageEn
 
 
 def asks(**prompt: Any) -> Any:
-    """A sampler that adds these fields to each prompt."""
+    """Return a sampler that adds these fields to each prompt."""
 
     def sampler(llm: Any, prompts: Any, params: Any) -> Any:
         return llm.generate([{"prompt": start, **prompt} for start in prompts])
@@ -313,8 +359,14 @@ def asks(**prompt: Any) -> Any:
 @pytest.mark.parametrize(
     ("sampler", "sentence"),
     [
-        (asks(multi_modal_data={"image": PICTURES[1]}), "a prompt's images must begin with those of the prompt that"),
-        (asks(multi_modal_data={"image": [*PICTURES[:1]] * 4}), "a prompt has 4 images, more than data.max_images = 3"),
+        (
+            asks(multi_modal_data={"image": PICTURES[1]}),
+            "a prompt's images must begin with those of the prompt that",
+        ),
+        (
+            asks(multi_modal_data={"image": [*PICTURES[:1]] * 4}),
+            "a prompt has 4 images, more than data.max_images = 3",
+        ),
         (asks(multi_modal_data={"image": PICTURES[:2]}), "a prompt has 1 images, but 0 placeholders"),
         (
             lambda llm, prompts, params: llm.generate(
@@ -323,12 +375,16 @@ def asks(**prompt: Any) -> Any:
             "a prompt has an image (1) that is not an image of a known kind",
         ),
         (
-            lambda llm, prompts, params: [[*out.outputs[0].token_ids, 5] for out in chats(llm, prompts, params)],
+            lambda llm, prompts, params: [
+                [*out.outputs[0].token_ids, 5] for out in chats(llm, prompts, params)
+            ],
             "holds 7 ids that the policy has not sampled",
         ),
     ],
 )
-def test_prompts_that_samplers_may_not_ask_are_refused(vlm: ImageEngine, sampler: Any, sentence: str) -> None:
+def test_prompts_that_samplers_may_not_ask_are_refused(
+    vlm: ImageEngine, sampler: Any, sentence: str
+) -> None:
     try:
         errors = {trajectory.error for trajectory in by_sampler(vlm, sampler, PICTURES[:1])}
     except ValueError as error:
@@ -356,16 +412,18 @@ def test_a_response_may_be_cut_before_an_image_but_not_within_it(vlm: ImageEngin
 
 @pytest.fixture(scope="module")
 def server(vlm: ImageEngine) -> Iterator[OpenAIServer]:
-    """A server that takes images of requests, within limits."""
+    """Yield a server that takes images of requests, within limits."""
     rules = ImageRules(vlm.processor, ImageLimits(larger="resize"), most=3, max_bytes=100_000)
     settings = ServerSettings(image_rules=rules, header_keys=True)
-    started = vlm.leader.thread.run(OpenAIServer.start(vlm.leader.engine, settings), 60, "starting a server")
+    started = vlm.leader.thread.run(
+        OpenAIServer.start(vlm.leader.engine, settings), 60, "starting a server"
+    )
     yield started
     vlm.leader.thread.run(started.stop(), 20, "stopping a server")
 
 
 def asked(server: OpenAIServer, path: str, key: str = "", **body: Any) -> tuple[int, dict[str, Any]]:
-    """Sends a request, and returns the answer's status and body."""
+    """Send a request, and return the answer's status and body."""
     headers = {"x-hotbunk-trajectory": key} if key else {}
     body = {"model": "policy", "temperature": 0, "max_tokens": 4} | body
     answer = httpx.post(server.base_url + path, json=body, headers=headers, timeout=60)
@@ -373,7 +431,7 @@ def asked(server: OpenAIServer, path: str, key: str = "", **body: Any) -> tuple[
 
 
 def taken(vlm: ImageEngine, server: OpenAIServer, key: str) -> list[Trajectory]:
-    """Ends the capture of a key, and returns its trajectories."""
+    """End the capture of a key, and return its trajectories."""
 
     async def take() -> list[Trajectory]:
         return server.take(key)
@@ -389,7 +447,7 @@ LARGE = images((200, 200))[0]  # noise of more than 100,000 bytes
 
 
 def bomb() -> Image:
-    """An image of 64 million pixels in a few kilobytes, which `Image.read` would accept from a dataset."""
+    """Return an image of 64 million pixels in a few kilobytes, which `Image.read` would accept from a dataset."""
     buffer = io.BytesIO()
     PIL.Image.new("1", (8000, 8000)).save(buffer, format="PNG")
     return Image(buffer.getvalue(), "", (8000, 8000))
@@ -403,12 +461,24 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     (url_part("file:///etc/hostname"), {}, "the request has an image (1) without a data URL"),
     (url_part("/etc/hostname"), {}, "the request has an image (1) without a data URL"),
-    (url_part("data:image/png;base64,@@"), {}, "has an image (1) that is a data URL whose base64 is broken"),
-    (url_part("data:image/png;base64,AAAA"), {}, "the request has an image (1) that is not an image of a known kind"),
+    (
+        url_part("data:image/png;base64,@@"),
+        {},
+        "has an image (1) that is a data URL whose base64 is broken",
+    ),
+    (
+        url_part("data:image/png;base64,AAAA"),
+        {},
+        "the request has an image (1) that is not an image of a known kind",
+    ),
     (openai_message(*[PICTURES[1]] * 4), {}, "the request has 4 images, more than data.max_images = 3"),
     (openai_message(LARGE), {}, "more than rollout.max_image_mib"),
     (openai_message(bomb()), {}, "has 8000 x 8000 pixels, more than any image may have (33554432)"),
-    (openai_message(PICTURES[1], "<|image_pad|>"), {}, "the request has 1 images, but 2 placeholders (<|image_pad|>)"),
+    (
+        openai_message(PICTURES[1], "<|image_pad|>"),
+        {},
+        "the request has 1 images, but 2 placeholders (<|image_pad|>)",
+    ),
     (
         openai_message(PICTURES[1]),
         {"truncate_prompt_tokens": 9},
@@ -443,11 +513,15 @@ def test_images_are_decoded_one_at_a_time_over_all_requests(
     monkeypatch.setattr(Image, "read", waiting)
     with ThreadPoolExecutor(2) as pool:
         messages = [openai_message(PICTURES[1], "what?")]
-        answers = list(pool.map(lambda _: asked(server, "/chat/completions", messages=messages), range(2)))
+        answers = list(
+            pool.map(lambda _: asked(server, "/chat/completions", messages=messages), range(2))
+        )
     assert [status for status, _ in answers] == [200, 200] and met == []
 
 
-def test_conversations_that_differ_only_in_an_image_are_kept_apart(vlm: ImageEngine, server: OpenAIServer) -> None:
+def test_conversations_that_differ_only_in_an_image_are_kept_apart(
+    vlm: ImageEngine, server: OpenAIServer
+) -> None:
     first = [[openai_message(image, "what?")] for image in (PICTURES[1], images((57, 56))[0])]
     for messages in first:
         same = {"allowed_token_ids": [40]}  # so that only the images distinguish the conversations
@@ -470,7 +544,10 @@ def as_response(image: Image) -> dict[str, Any]:
 def as_message(image: Image) -> dict[str, Any]:
     data = image.data_url().partition(",")[2]
     source = {"type": "base64", "media_type": "image/png", "data": data}
-    return {"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": "what?"}]}
+    return {
+        "role": "user",
+        "content": [{"type": "image", "source": source}, {"type": "text", "text": "what?"}],
+    }
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ from trainer.engines import start_server
 
 @pytest.fixture(scope="module")
 def leader(tiny_qwen2: Path) -> Iterator[Leader]:
-    """An engine at version 0, which all servers of this file serve."""
+    """Yield an engine at version 0, which all servers of this file serve."""
     leader = start_engine(tiny_qwen2, max_model_len=512)
     leader.engine.state.adopt_checkpoint(0)
     yield leader
@@ -80,27 +80,28 @@ def leader(tiny_qwen2: Path) -> Iterator[Leader]:
 
 @pytest.fixture(scope="module")
 def server(leader: Leader) -> Iterator[OpenAIServer]:
-    """A server with the trainer's sampling settings, which needs no key."""
+    """Yield a server with the trainer's sampling settings, which needs no key."""
     yield from serving(leader, sampling=SAMPLING, eos_token_ids=(2,), header_keys=True)
 
 
 @pytest.fixture(scope="module")
 def strict(leader: Leader) -> Iterator[OpenAIServer]:
-    """A server with a key, low limits and short time-outs."""
+    """Yield a server with a key, low limits and short time-outs."""
     limits = {"max_conversations": 3, "max_body_bytes": 8192, "body_timeout_s": 1.5}
     yield from serving(leader, api_key="secret", header_keys=True, **limits)
 
 
 @pytest.fixture(scope="module")
 def free(leader: Leader) -> Iterator[OpenAIServer]:
-    """A server as `hotbunk serve` starts it, with a key; it keeps no exact ids, so chat templates render all turns."""
+    """Yield a server as `hotbunk serve` starts it, with a key; it keeps no exact ids, so chat templates render all turns."""
     yield from serving(leader, api_key="secret", keep_exact_ids=False)
 
 
 def test_the_server_lists_its_paths_and_listens_on_loopback(
     leader: Leader, server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path
 ) -> None:
-    assert logging.getLogger("generation").isEnabledFor(logging.WARNING)  # vLLM's server would silence this logger
+    # vLLM's server would silence this logger
+    assert logging.getLogger("generation").isEnabledFor(logging.WARNING)
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
     with httpx.Client(base_url=root(server), timeout=60) as http:
         assert http.get("/health").status_code == 200
@@ -111,23 +112,35 @@ def test_the_server_lists_its_paths_and_listens_on_loopback(
         rendered = tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
         assert tokens == tokenizer(rendered)["input_ids"]  # as plain Transformers does
         assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == rendered
-        assert set(http.get("/openapi.json").json()["paths"]) >= {"/v1/chat/completions", "/v1/completions"}
+        assert set(http.get("/openapi.json").json()["paths"]) >= {
+            "/v1/chat/completions",
+            "/v1/completions",
+        }
         for hidden in ("/v1/embeddings", "/v1/responses/resp_1"):
             refused = http.get(hidden)
             assert refused.status_code == 404
-            assert f"there is no {hidden} on this server, which has /v1/chat" in refused.json()["error"]["message"]
+            assert (
+                f"there is no {hidden} on this server, which has /v1/chat"
+                in refused.json()["error"]["message"]
+            )
     assert client(server).models.retrieve("policy").id == "policy"
-    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5' on this server, which has policy"):
+    with pytest.raises(
+        openai.NotFoundError, match="there is no model 'gpt-5' on this server, which has policy"
+    ):
         client(server).models.retrieve("gpt-5")
     assert server.base_url.startswith("http://127.0.0.1:")
     assert server.base_url != free.base_url
     port = int(root(server).rpartition(":")[2])
-    with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1 port {port}: .*; port 0 takes a free one"):
+    with pytest.raises(
+        ValueError, match=f"cannot listen on 127.0.0.1 port {port}: .*; port 0 takes a free one"
+    ):
         asyncio.run(OpenAIServer.start(None, ServerSettings(port=port)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="server does not start with these settings: .*no such parser"):
         next(serving(leader, tool_parser="no such parser"))
     addresses = {
-        c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == port and c.status == "LISTEN"
+        c.laddr.ip
+        for c in psutil.Process().net_connections("tcp")
+        if c.laddr.port == port and c.status == "LISTEN"
     }
     assert addresses == {"127.0.0.1"}
 
@@ -137,7 +150,7 @@ def test_the_server_lists_its_paths_and_listens_on_loopback(
 def test_an_unmodified_client_is_captured_exactly(
     server: OpenAIServer, leader: Leader, tiny_qwen2: Path, stream: bool, echo: str
 ) -> None:
-    """The official client talks for four turns under one key.
+    """Return the official client talks for four turns under one key.
 
     Every prompt begins with all ids before it, whatever was sampled, and the one trajectory has the log-probabilities
     that plain Transformers computes.
@@ -147,7 +160,12 @@ def test_an_unmodified_client_is_captured_exactly(
     ids: list[int] = []
     sampled = 0
     for turn in range(4):
-        request = {"model": "policy", "messages": messages, "max_tokens": 12 if turn else 16, "tools": [ADD]}
+        request = {
+            "model": "policy",
+            "messages": messages,
+            "max_tokens": 12 if turn else 16,
+            "tools": [ADD],
+        }
         if stream:
             answer = streamed(client(server, key), request)
         else:
@@ -165,14 +183,16 @@ def test_an_unmodified_client_is_captured_exactly(
     (t,) = taken(server, leader, key)
     assert (t.turns, t.weight_version, t.metrics["server/retemplated"]) == (4, 0, 0.0)
     assert stream or (t.prompt_ids + t.response_ids == ids and sum(t.loss_mask) == sampled)
-    plain = HfPolicy(tiny_qwen2).logprobs(t.prompt_ids + t.response_ids, SAMPLING.temperature)[len(t.prompt_ids) - 1 :]
+    plain = HfPolicy(tiny_qwen2).logprobs(t.prompt_ids + t.response_ids, SAMPLING.temperature)[
+        len(t.prompt_ids) - 1 :
+    ]
     pairs = [(a, b) for a, b, mask in zip(plain, t.logprobs, t.loss_mask, strict=True) if mask]
     assert min(b - a for a, b in pairs) > -1e-4  # top_p makes the tokens that it keeps a little likelier
     assert max(b - a for a, b in pairs) < 0.06
 
 
 def by_chat(server: OpenAIServer, key: str, stream: bool) -> None:
-    """Asks QUESTIONS by the chat interface."""
+    """Ask QUESTIONS by the chat interface."""
     messages: list[Any] = [{"role": "system", "content": "be brief"}]
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
@@ -185,10 +205,13 @@ def by_chat(server: OpenAIServer, key: str, stream: bool) -> None:
 
 
 def by_responses(server: OpenAIServer, key: str, stream: bool, keep: bool = True) -> None:
-    """Asks QUESTIONS by Responses; with `keep` the server remembers what was said, else the client resends it."""
+    """Ask QUESTIONS by Responses; with `keep` the server remembers what was said, else the client resends it."""
     api, previous, items = client(server, key).responses, openai.omit, list[Any]()
     for question in QUESTIONS:
-        items = [*([] if keep else items), {"role": "user", "content": [{"type": "input_text", "text": question}]}]
+        items = [
+            *([] if keep else items),
+            {"role": "user", "content": [{"type": "input_text", "text": question}]},
+        ]
         request: Any = {"model": "policy", "instructions": "be brief", "store": keep}
         request |= {"input": question if keep else items, "previous_response_id": previous}
         if stream:
@@ -203,16 +226,26 @@ def by_responses(server: OpenAIServer, key: str, stream: bool, keep: bool = True
 
 
 def by_messages(server: OpenAIServer, key: str, stream: bool) -> None:
-    """Asks QUESTIONS by Anthropic's Messages."""
+    """Ask QUESTIONS by Anthropic's Messages."""
     messages: list[Any] = []
     with httpx.Client(base_url=server.base_url, headers={"x-api-key": key}, timeout=60) as http:
         for question in QUESTIONS:
             messages.append({"role": "user", "content": question})
-            body = {"model": "policy", "system": "be brief", "messages": messages, "max_tokens": 4096, "stream": stream}
+            body = {
+                "model": "policy",
+                "system": "be brief",
+                "messages": messages,
+                "max_tokens": 4096,
+                "stream": stream,
+            }
             answer = http.post("/messages", json=body)  # clients of this interface must send max_tokens
             assert answer.status_code == 200, answer.text
             if stream:
-                events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+                events = [
+                    json.loads(line[6:])
+                    for line in answer.text.splitlines()
+                    if line.startswith("data: {")
+                ]
                 text = "".join(event["delta"].get("text", "") for event in events if "delta" in event)
                 content = [{"type": "text", "text": text}]
             else:
@@ -255,7 +288,11 @@ def test_an_empty_answer_that_the_client_omits_stays_in_the_ids(
     for question in QUESTIONS:
         asked = [*([] if "id" in way else asked), {"role": "user", "content": question}]
         if way == "chat":
-            assert not api.chat.completions.create(model="policy", messages=asked).choices[0].message.content
+            assert (
+                not api.chat.completions.create(model="policy", messages=asked)
+                .choices[0]
+                .message.content
+            )
         else:
             answer = api.responses.create(model="policy", input=asked, previous_response_id=previous)
             assert answer.output_text == ""
@@ -268,7 +305,7 @@ CALL = {"name": "add", "arguments": {"a": 4}}
 
 
 def test_calls_of_tools_stay_in_one_trajectory_of_responses(leader: Leader) -> None:
-    """The template spells a call differently than it was sampled, and the client does not repeat it."""
+    """Return the template spells a call differently than it was sampled, and the client does not repeat it."""
     for server in serving(leader):
         key = opened(server, leader)
         api = client(server, key)
@@ -276,7 +313,11 @@ def test_calls_of_tools_stay_in_one_trajectory_of_responses(leader: Leader) -> N
         wanted = {"structured_outputs": {"choice": [f"<tool_call>{json.dumps(CALL)}  </tool_call>"]}}
         for _ in range(2):
             answer: Any = api.responses.create(
-                model="policy", input=sent, tools=[TOOL], previous_response_id=previous, extra_body=wanted
+                model="policy",
+                input=sent,
+                tools=[TOOL],
+                previous_response_id=previous,
+                extra_body=wanted,
             )
             (call,) = answer.output
             previous = answer.id
@@ -284,7 +325,9 @@ def test_calls_of_tools_stay_in_one_trajectory_of_responses(leader: Leader) -> N
             assert {"name": call.name, "arguments": json.loads(call.arguments)} == CALL
         (one,) = taken(server, leader, key)
         assert (one.turns, one.metrics["server/retemplated"]) == (2, 0.0)
-        with pytest.raises(openai.NotFoundError, match="is not known: responses are stored with their trajectory"):
+        with pytest.raises(
+            openai.NotFoundError, match="is not known: responses are stored with their trajectory"
+        ):
             api.responses.create(model="policy", input="?", previous_response_id=answer.id)
 
 
@@ -335,35 +378,71 @@ serve(agent)
 """
 
 
-def test_level_6_an_agent_may_run_in_a_python_of_its_own(leader: Leader, tiny_qwen2: Path, tmp_path: Path) -> None:
-    """The agent has only the standard library; a failure costs its episode, and leaves no process."""
+def test_level_6_an_agent_may_run_in_a_python_of_its_own(
+    leader: Leader, tiny_qwen2: Path, tmp_path: Path
+) -> None:
+    """Return the agent has only the standard library; a failure costs its episode, and leaves no process."""
     shutil.copy(ROOT / "generation" / "rollouts" / "elsewhere" / "hotbunk_client.py", tmp_path)
     (tmp_path / "agent.py").write_text(AGENT)
-    command = ClientCommand([sys.executable, "-I", "-c", f"import sys; sys.path[:0] = ['{tmp_path}']; import agent"])
+    command = ClientCommand(
+        [sys.executable, "-I", "-c", f"import sys; sys.path[:0] = ['{tmp_path}']; import agent"]
+    )
     (done,) = episode(leader, tiny_qwen2, command, kind="0.25")
-    assert (done.turns, done.metrics["client/looks"], done.metrics["server/retemplated"]) == (2, 2.0, 0.0)
+    assert (done.turns, done.metrics["client/looks"], done.metrics["server/retemplated"]) == (
+        2,
+        2.0,
+        0.0,
+    )
     assert (done.reward, done.reward_parts) == (0.75, {"right": 0.25, "short": 0.5})
-    with pytest.raises(ValueError, match="the client returned as 'right' nan, which is not a finite float32"):
+    with pytest.raises(
+        ValueError, match="the client returned as 'right' nan, which is not a finite float32"
+    ):
         episode(leader, tiny_qwen2, command, kind="nan")
     with pytest.raises(TimeoutError, match="the client did not finish within 3 s"):
         episode(leader, tiny_qwen2, command, 3.0, kind="hangs")
-    assert not [process for process in psutil.Process().children() if str(tmp_path) in str(process.cmdline())]
+    assert not [
+        process for process in psutil.Process().children() if str(tmp_path) in str(process.cmdline())
+    ]
 
 
 REFUSED_ELSEWHERE: list[tuple[str, dict[str, Any], str]] = [
-    ("/responses", {"temperature": 0.5}, "temperature is 0.5, but the policy is trained on samples drawn with 0.8"),
+    (
+        "/responses",
+        {"temperature": 0.5},
+        "temperature is 0.5, but the policy is trained on samples drawn with 0.8",
+    ),
     ("/responses", {"frequency_penalty": 0.5}, "frequency_penalty is 0.5, but"),
-    ("/responses", {"max_output_tokens": 17}, "max_output_tokens is 17, but answers are trained up to 16 tokens"),
-    ("/responses", {"text": {"format": {"type": "json_object"}}}, "text.format is {'type': 'json_object'}: it forces"),
-    ("/responses", {"tools": [TOOL], "tool_choice": "required"}, "tool_choice is 'required': it forces the answer's"),
+    (
+        "/responses",
+        {"max_output_tokens": 17},
+        "max_output_tokens is 17, but answers are trained up to 16 tokens",
+    ),
+    (
+        "/responses",
+        {"text": {"format": {"type": "json_object"}}},
+        "text.format is {'type': 'json_object'}: it forces",
+    ),
+    (
+        "/responses",
+        {"tools": [TOOL], "tool_choice": "required"},
+        "tool_choice is 'required': it forces the answer's",
+    ),
     (
         "/responses",
         {"tools": [{"type": "web_search"}]},
         "a tool is of type 'web_search', but this server runs no tools",
     ),
-    ("/responses", {"background": True}, "background is set, but this server stores only responses: use previous_"),
+    (
+        "/responses",
+        {"background": True},
+        "background is set, but this server stores only responses: use previous_",
+    ),
     ("/messages", {"temperature": 0.5}, "temperature is 0.5, but"),
-    ("/messages", {"tools": [{"name": "add", "input_schema": {}}], "tool_choice": {"type": "any"}}, "tool_choice is {"),
+    (
+        "/messages",
+        {"tools": [{"name": "add", "input_schema": {}}], "tool_choice": {"type": "any"}},
+        "tool_choice is {",
+    ),
 ]
 
 
@@ -380,13 +459,15 @@ def test_refusals_by_other_interfaces_use_their_names_of_settings(
 
 
 def test_metrics_need_the_servers_own_key(free: OpenAIServer, leader: Leader) -> None:
-    """Metrics cover all trajectories, and a trajectory's key opens only its own."""
+    """Return metrics cover all trajectories, and a trajectory's key opens only its own."""
     key = opened(free, leader)
     client(free, key).completions.create(model="policy", prompt="?", max_tokens=1)
     for bearer, status in (("secret", 200), (key, 401), ("no", 401)):
         answer = httpx.get(f"{root(free)}/metrics", headers={"authorization": f"Bearer {bearer}"})
         assert answer.status_code == status
-        assert status == 401 or "\nhotbunk_trajectories 1.0\nhotbunk_weight_version 0.0\n" in _figures(answer.text)
+        assert status == 401 or "\nhotbunk_trajectories 1.0\nhotbunk_weight_version 0.0\n" in _figures(
+            answer.text
+        )
     assert (
         'hotbunk_requests_total{path="/v1/completions",status="200"}'
         in httpx.get(f"{root(free)}/metrics", headers={"authorization": "Bearer secret"}).text
@@ -395,14 +476,16 @@ def test_metrics_need_the_servers_own_key(free: OpenAIServer, leader: Leader) ->
 
 
 def _figures(text: str) -> str:
-    """The lines of Prometheus metrics without comments."""
+    """Return the lines of Prometheus metrics without comments."""
     return "\n" + "\n".join(line for line in text.splitlines() if not line.startswith("#")) + "\n"
 
 
 def test_tools_that_change_begin_another_trajectory(server: OpenAIServer, leader: Leader) -> None:
-    """The ids so far do not contain the tools, so continuing them would hide the tools from the policy."""
+    """Return the ids so far do not contain the tools, so continuing them would hide the tools from the policy."""
     key = opened(server, leader)
-    message = client(server, key).chat.completions.create(model="policy", messages=QUESTION).choices[0].message
+    message = (
+        client(server, key).chat.completions.create(model="policy", messages=QUESTION).choices[0].message
+    )
     messages: list[Any] = [*QUESTION, message.model_dump(exclude_none=True), *QUESTION]
     answer = client(server, key).chat.completions.create(model="policy", messages=messages, tools=[ADD])
     tokens = httpx.post(f"{root(server)}/tokenize", json={"messages": messages, "tools": [ADD]})
@@ -434,25 +517,38 @@ def test_concurrent_conversations_do_not_mix(server: OpenAIServer, leader: Leade
     captured = [taken(server, leader, key) for key in keys]
     assert [len(parts) for parts in captured] == [1] * 12
     assert all(parts[0].turns == 2 for parts in captured)
-    assert [parts[0].response_ids for parts in captured[:6]] == [parts[0].response_ids for parts in captured[6:]]
+    assert [parts[0].response_ids for parts in captured[:6]] == [
+        parts[0].response_ids for parts in captured[6:]
+    ]
     assert len({tuple(parts[0].response_ids) for parts in captured}) == 6
     asyncio.run(everybody(["a key of one's own"]))  # the header alone opens a trajectory
     assert taken(server, leader, "a key of one's own")[0].turns == 2
 
 
 def test_streams_and_completions_carry_the_sampled_ids(server: OpenAIServer, leader: Leader) -> None:
-    chunks = list(client(server).chat.completions.create(model="policy", messages=QUESTION, stream=True, seed=3))
-    prompt, generated, logprobs = carried(next(c for c in chunks if c.choices[0].finish_reason).choices[0].delta)
-    message = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=3).choices[0].message
+    chunks = list(
+        client(server).chat.completions.create(model="policy", messages=QUESTION, stream=True, seed=3)
+    )
+    prompt, generated, logprobs = carried(
+        next(c for c in chunks if c.choices[0].finish_reason).choices[0].delta
+    )
+    message = (
+        client(server)
+        .chat.completions.create(model="policy", messages=QUESTION, seed=3)
+        .choices[0]
+        .message
+    )
     assert carried(message) == (prompt, generated, logprobs)
     assert (message.content or "") == "".join(c.choices[0].delta.content or "" for c in chunks)
-    answer = client(server).completions.create(model="policy", prompt=[[20, 21], [22]], n=2, max_tokens=5)
+    answer = client(server).completions.create(
+        model="policy", prompt=[[20, 21], [22]], n=2, max_tokens=5
+    )
     assert [carried(choice)[0] for choice in answer.choices] == [[20, 21], [20, 21], [22], [22]]
     assert all(len(carried(choice)[1]) == len(carried(choice)[2]) <= 5 for choice in answer.choices)
 
 
 def test_tool_calls_are_captured_and_recognised(free: OpenAIServer, leader: Leader) -> None:
-    """Calls are forced, streamed or not; the template spells a call differently than it was sampled."""
+    """Call are forced, streamed or not; the template spells a call differently than it was sampled."""
     for stream in (False, True):
         key = opened(free, leader)
         messages: list[Any] = list(QUESTION)
@@ -475,11 +571,20 @@ def test_tool_calls_are_captured_and_recognised(free: OpenAIServer, leader: Lead
         assert sum(t.turns for t in trajectories) == 2
 
 
-def test_a_required_prefix_is_kept_over_http(server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path) -> None:
+def test_a_required_prefix_is_kept_over_http(
+    server: OpenAIServer, free: OpenAIServer, tiny_qwen2: Path
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
-    first = tokenizer(tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True))["input_ids"]
-    prefix = [*first, *tokenizer("it's")["input_ids"], tokenizer.bos_token_id, 2]  # an id that no text encodes to
-    messages = [*QUESTION, {"role": "assistant", "content": "it's"}, {"role": "user", "content": "sure?"}]
+    first = tokenizer(
+        tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+    )["input_ids"]
+    # An id that no text encodes to
+    prefix = [*first, *tokenizer("it's")["input_ids"], tokenizer.bos_token_id, 2]
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": "it's"},
+        {"role": "user", "content": "sure?"},
+    ]
     asked = {"model": "policy", "messages": messages, "required_prefix_token_ids": prefix}
     with httpx.Client(base_url=root(server), timeout=60) as http:
         tokens = http.post("/tokenize", json=asked).json()
@@ -495,10 +600,16 @@ def test_a_required_prefix_is_kept_over_http(server: OpenAIServer, free: OpenAIS
             refused = http.post(path, json=foreign)
             assert refused.status_code == 400
             assert "do not belong to the prefix ids: they say" in refused.json()["error"]["message"]
-    with httpx.Client(base_url=root(free), headers={"authorization": "Bearer secret"}, timeout=60) as http:
+    with httpx.Client(
+        base_url=root(free), headers={"authorization": "Bearer secret"}, timeout=60
+    ) as http:
         refused = http.post("/v1/chat/completions", json=asked)
         assert (refused.status_code, "does not keep exact ids" in refused.text) == (400, True)
-        carrying = [*QUESTION, {"role": "assistant", "content": "it's", "prompt_token_ids": first}, *QUESTION]
+        carrying = [
+            *QUESTION,
+            {"role": "assistant", "content": "it's", "prompt_token_ids": first},
+            *QUESTION,
+        ]
         body = {"model": "policy", "messages": carrying, "max_tokens": 1}
         assert http.post("/v1/chat/completions", json=body).status_code == 200
 
@@ -522,12 +633,14 @@ def test_sampling_that_is_not_trained_on_is_refused(
 def test_strict_tools_are_accepted_in_training_but_not_enforced(
     leader: Leader, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Several frameworks send them by default. Answers are sampled freely; a metric and one warning say so."""
+    """Several frameworks send them by default. Answer are sampled freely; a metric and one warning say so."""
     for server in serving(leader, sampling=SAMPLING, eos_token_ids=(2,)):
         key = opened(server, leader)
 
         def answer(tool: Any, server: OpenAIServer = server, key: str = key, **asked: Any) -> Any:
-            return streamed(client(server, key), {"model": "policy", "messages": QUESTION, "tools": [tool], **asked})
+            return streamed(
+                client(server, key), {"model": "policy", "messages": QUESTION, "tools": [tool], **asked}
+            )
 
         free, alone = answer(ADD, seed=5), answer(ADD, seed=5, parallel_tool_calls=False)
         for strict in (STRICT, STRICT):
@@ -535,8 +648,15 @@ def test_strict_tools_are_accepted_in_training_but_not_enforced(
         assert (alone.content, alone.tool_calls) == (free.content, free.tool_calls)
         one, same, *rest = taken(server, leader, key)
         assert same.response_ids == one.response_ids
-        assert [t.metrics.get("server/strict_ignored") for t in (one, same, *rest)] == [3.0, None, None, None]
-    warnings = [record.message for record in caplog.records if "are not enforced in training" in record.message]
+        assert [t.metrics.get("server/strict_ignored") for t in (one, same, *rest)] == [
+            3.0,
+            None,
+            None,
+            None,
+        ]
+    warnings = [
+        record.message for record in caplog.records if "are not enforced in training" in record.message
+    ]
     assert len(warnings) == 1 and len(warnings[0]) < 300
 
 
@@ -558,13 +678,17 @@ def test_unreadable_tool_calls_are_logged_in_a_line_and_counted(
     ]
 
 
-def test_only_the_servers_key_and_open_trajectories_keys_are_accepted(free: OpenAIServer, leader: Leader) -> None:
+def test_only_the_servers_key_and_open_trajectories_keys_are_accepted(
+    free: OpenAIServer, leader: Leader
+) -> None:
     trajectory_key = opened(free, leader)
     for key, served in (("secret", True), ("wrong", False), (trajectory_key, True)):
         if served:
             assert client(free, key).models.list().data
         else:
-            with pytest.raises(openai.AuthenticationError, match="API key is missing, or is not this server's"):
+            with pytest.raises(
+                openai.AuthenticationError, match="API key is missing, or is not this server's"
+            ):
                 client(free, key).models.list()
     assert httpx.get(f"{root(free)}/health").status_code == 200
     assert taken(free, leader, trajectory_key) == []
@@ -574,12 +698,16 @@ def test_only_the_servers_key_and_open_trajectories_keys_are_accepted(free: Open
         taken(free, leader, trajectory_key)
 
 
-def test_a_sleeping_engine_or_an_update_is_answered_with_503(server: OpenAIServer, leader: Leader) -> None:
+def test_a_sleeping_engine_or_an_update_is_answered_with_503(
+    server: OpenAIServer, leader: Leader
+) -> None:
     engine, thread = leader.engine, leader.thread
 
     def refusal(**changes: Any) -> str:
         with pytest.raises(openai.InternalServerError) as caught:
-            client(server).chat.completions.create(**({"model": "policy", "messages": QUESTION} | changes))
+            client(server).chat.completions.create(
+                **({"model": "policy", "messages": QUESTION} | changes)
+            )
         assert caught.value.status_code == 503
         return str(caught.value)
 
@@ -587,7 +715,9 @@ def test_a_sleeping_engine_or_an_update_is_answered_with_503(server: OpenAIServe
     assert "being updated" in refusal()
     engine.state.finish_sync(1)
     key = opened(server, leader, policy_version=0)
-    with pytest.raises(openai.InternalServerError, match="holds weights of version 1, the policy is at version 0"):
+    with pytest.raises(
+        openai.InternalServerError, match="holds weights of version 1, the policy is at version 0"
+    ):
         client(server, key).chat.completions.create(model="policy", messages=QUESTION)
     assert taken(server, leader, key) == []
     engine.state.version = 0
@@ -598,7 +728,9 @@ def test_a_sleeping_engine_or_an_update_is_answered_with_503(server: OpenAIServe
     assert client(server).chat.completions.create(model="policy", messages=QUESTION).choices[0].message
 
 
-def test_an_answer_cut_off_by_sleep_is_an_error_and_not_captured(free: OpenAIServer, leader: Leader) -> None:
+def test_an_answer_cut_off_by_sleep_is_an_error_and_not_captured(
+    free: OpenAIServer, leader: Leader
+) -> None:
     key = opened(free, leader)
     endless = {"ignore_eos": True, "min_tokens": 400}
     chunks = client(free, key).chat.completions.create(
@@ -626,7 +758,8 @@ def test_a_stopped_server_leaves_no_socket(leader: Leader) -> None:
 def test_level_6_any_client_is_a_rollout(leader: Leader, tiny_qwen2: Path) -> None:
     (t,) = episode(leader, tiny_qwen2, ask_twice)
     assert (t.prompt_index, t.sample_index, t.turns, t.reward, t.weight_version) == (3, 1, 2, 0.5, 0)
-    assert episode(leader, tiny_qwen2, ask_twice)[0].response_ids == t.response_ids  # the seed decides the answer
+    # The seed decides the answer
+    assert episode(leader, tiny_qwen2, ask_twice)[0].response_ids == t.response_ids
     (t,) = episode(leader, tiny_qwen2, ask_once)
     assert (t.turns, t.reward) == (1, 0.0)
 
@@ -657,7 +790,10 @@ def test_level_6_a_hostile_client_fails_only_its_own_episode(leader: Leader, tin
 
     async def episodes(*kinds: str) -> list[Any]:
         """Results by place: good clients' answers, hostile ones' errors, and the answers of a later good client."""
-        patient, hurried = ClientRollout(hostile, start_server, 60.0), ClientRollout(hostile, start_server, 1.0)
+        patient, hurried = (
+            ClientRollout(hostile, start_server, 60.0),
+            ClientRollout(hostile, start_server, 1.0),
+        )
 
         async def one(place: int, kind: str) -> Any:
             llm = PolicyLLM(leader.engine, tokenizer, settings, place, 0, [5])
@@ -666,7 +802,9 @@ def test_level_6_a_hostile_client_fails_only_its_own_episode(leader: Leader, tin
             return done.response_ids, done.reward
 
         try:
-            results = list(await asyncio.gather(*map(one, range(len(kinds)), kinds), return_exceptions=True))
+            results = list(
+                await asyncio.gather(*map(one, range(len(kinds)), kinds), return_exceptions=True)
+            )
             late.set()
             return [*results, await one(len(kinds), "good")]
         finally:
@@ -680,38 +818,61 @@ def test_level_6_a_hostile_client_fails_only_its_own_episode(leader: Leader, tin
         if kind == "good":
             assert results[place] == alone[place]
         else:
-            assert isinstance(results[place], errors[kind][0]) and errors[kind][1] in str(results[place]), kind
+            assert isinstance(results[place], errors[kind][0]) and errors[kind][1] in str(
+                results[place]
+            ), kind
 
 
 SUMS = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
 
 
-def test_level_6_runs_an_environment_of_verifiers_in_its_own_python(leader: Leader, tiny_qwen2: Path) -> None:
-    """The real package, installed by scripts/try_ecosystem.sh, provides tasks, rewards and metrics."""
+def test_level_6_runs_an_environment_of_verifiers_in_its_own_python(
+    leader: Leader, tiny_qwen2: Path
+) -> None:
+    """Return the real package, installed by scripts/try_ecosystem.sh, provides tasks, rewards and metrics."""
     python = ROOT / "runs" / "ecosystem" / "verifiers" / "bin" / "python"
     if not python.exists():
         pytest.skip(f"verifiers is not installed in {python}: run scripts/try_ecosystem.sh")
     env = {"PYTHONPATH": str(ROOT / "scripts" / "ecosystem")}
-    env |= {name: os.environ[name] for name in ("SSL_CERT_FILE",) if name in os.environ}  # for uv's package index
+    # For uv's package index
+    env |= {name: os.environ[name] for name in ("SSL_CERT_FILE",) if name in os.environ}
     args = {"taskset": {"size": 3}, "agent": SUMS}
-    settings = {"environment": "hotbunk_sums", "args": args, "python": str(python), "workers": 1, "env": env}
+    settings = {
+        "environment": "hotbunk_sums",
+        "args": args,
+        "python": str(python),
+        "workers": 1,
+        "env": env,
+    }
     rows = verifiers.rows(settings | {"tasks": 100})
-    assert [(row["prompt"], row["answer"]) for row in rows] == [(f"What is {n}+3?", str(n + 3)) for n in range(3)]
+    assert [(row["prompt"], row["answer"]) for row in rows] == [
+        (f"What is {n}+3?", str(n + 3)) for n in range(3)
+    ]
     (done,) = episode(leader, tiny_qwen2, verifiers.command(settings), 300.0, **rows[1])
     assert set(done.reward_parts) == {"right", "even"} and done.reward == sum(done.reward_parts.values())
     assert done.metrics["client/length"] == len(done.text or "") or done.finish_reason != "stop"
 
 
 def statuses(base_url: str, headers: list[dict[str, str]], path: str = "/completions") -> list[int]:
-    """Sends a correct request with each of these headers, and returns the statuses."""
+    """Send a correct request with each of these headers, and return the statuses."""
     body = {"model": "policy", "prompt": "hi", "max_tokens": 2}
-    return [httpx.post(f"{base_url}{path}", json=body, headers=header, timeout=60).status_code for header in headers]
+    return [
+        httpx.post(f"{base_url}{path}", json=body, headers=header, timeout=60).status_code
+        for header in headers
+    ]
 
 
-def test_in_training_only_keys_of_open_trajectories_are_answered(leader: Leader, tiny_qwen2: Path) -> None:
+def test_in_training_only_keys_of_open_trajectories_are_answered(
+    leader: Leader, tiny_qwen2: Path
+) -> None:
     """Requests without such a key during an episode are refused and not counted, and do not change the episode."""
     by_kind: dict[str, list[int]] = {}
-    bearers = [{}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer"}, {"authorization": "Basic wrong"}]
+    bearers = [
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "Bearer"},
+        {"authorization": "Basic wrong"},
+    ]
 
     def visited(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
         open_url = f"http://{httpx.URL(base_url).netloc.decode()}/v1"
@@ -719,20 +880,31 @@ def test_in_training_only_keys_of_open_trajectories_are_answered(leader: Leader,
         bearer = {"authorization": f"Bearer {api_key}"}
         by_kind["strangers"] = statuses(open_url, [*bearers, {"x-hotbunk-trajectory": "mine"}])
         by_kind["elsewhere"] = statuses(f"{open_url[:-3]}/trajectories/{'0' * 32}/v1", [bearer, {}])
-        by_kind["by header"] = statuses(base_url, [bearer | {"x-hotbunk-trajectory": key} for key in ("mine", api_key)])
+        by_kind["by header"] = statuses(
+            base_url, [bearer | {"x-hotbunk-trajectory": key} for key in ("mine", api_key)]
+        )
         ask_once(base_url, api_key, model, row)
         by_kind["health"] = [httpx.get(f"{open_url[:-3]}/health").status_code]
         return 1.0
 
     trajectories = episode(leader, tiny_qwen2, visited)
-    assert by_kind == {"strangers": [401] * 5, "elsewhere": [404] * 2, "by header": [400] * 2, "health": [200]}
+    assert by_kind == {
+        "strangers": [401] * 5,
+        "elsewhere": [404] * 2,
+        "by header": [400] * 2,
+        "health": [200],
+    }
     assert sum(t.turns for t in trajectories) == 2
 
 
 def test_a_client_that_loses_its_key_fails_its_episode(leader: Leader, tiny_qwen2: Path) -> None:
-    with pytest.raises(LostKey, match="the client lost its key: 1 of its requests came without the api_key"):
+    with pytest.raises(
+        LostKey, match="the client lost its key: 1 of its requests came without the api_key"
+    ):
         episode(leader, tiny_qwen2, keeps_quiet_about_its_key)
-    with pytest.raises(openai.AuthenticationError, match="the key of this trajectory was lost: send the api_key"):
+    with pytest.raises(
+        openai.AuthenticationError, match="the key of this trajectory was lost: send the api_key"
+    ):
         episode(leader, tiny_qwen2, loses_its_key)
 
 
@@ -744,21 +916,31 @@ def test_no_request_takes_the_room_of_other_trajectories(strict: OpenAIServer, l
     with httpx.Client(headers=bearer) as http:
         for i, body in enumerate(bodies):
             key = {"x-hotbunk-trajectory": f"bad {i}", "content-type": "application/json"}
-            assert http.post(f"{strict.base_url}/completions", content=body, headers=key).status_code == 400
+            assert (
+                http.post(f"{strict.base_url}/completions", content=body, headers=key).status_code == 400
+            )
     assert statuses(strict.base_url, [{"x-hotbunk-trajectory": "a"}]) == [401]
-    assert statuses(strict.base_url, [bearer | {"x-hotbunk-trajectory": key} for key in "aabcd"]) == [200] * 4 + [429]
+    assert statuses(strict.base_url, [bearer | {"x-hotbunk-trajectory": key} for key in "aabcd"]) == [
+        200
+    ] * 4 + [429]
     keys = [opened(strict, leader) for _ in range(3)]
     with pytest.raises(TooManyConversations, match="3 trajectories are open, which is the limit"):
         opened(strict, leader)
     both = {"authorization": f"Bearer {keys[0]}", "x-hotbunk-trajectory": "e"}
     guessed = {"authorization": "Bearer a"}  # the key of a header, which anybody may guess
-    assert statuses(strict.base_url, [both, guessed, guessed | {"x-hotbunk-trajectory": "a"}]) == [403, 401, 401]
+    assert statuses(strict.base_url, [both, guessed, guessed | {"x-hotbunk-trajectory": "a"}]) == [
+        403,
+        401,
+        401,
+    ]
     assert [sum(t.turns for t in taken(strict, leader, key)) for key in "abc"] == [2, 1, 1]
     assert [taken(strict, leader, key) for key in keys] == [[]] * 3
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_bounds_hold_for_numbers_of_every_json_type(server: OpenAIServer, free: OpenAIServer, path: str) -> None:
+def test_bounds_hold_for_numbers_of_every_json_type(
+    server: OpenAIServer, free: OpenAIServer, path: str
+) -> None:
     """vLLM's parser converts "129" and 129.0 to 129, which a check before the parser would not see."""
 
     def answer_to(server: OpenAIServer, **changes: Any) -> tuple[int, str]:
@@ -786,7 +968,10 @@ def test_bounds_hold_for_numbers_of_every_json_type(server: OpenAIServer, free: 
             == "stream_interval is 18446744073709551616, which does not fit in 64 bits"
         )
     assert answer_to(free, best_of=3)[1].startswith("best_of is 3, but")
-    assert answer_to(free, bad_words=["x"] * 5000) == (400, "bad_words has 5000 entries, but may have at most 4096")
+    assert answer_to(free, bad_words=["x"] * 5000) == (
+        400,
+        "bad_words has 5000 entries, but may have at most 4096",
+    )
     if path == "/v1/completions":
         sentence = "9 prompts with n 114 ask for more than 1024 answers: split them up"
         assert answer_to(free, prompt=["hi"] * 9, n="114") == (400, sentence)
@@ -797,11 +982,15 @@ def test_a_grammar_that_no_token_fits_is_the_clients_error(free: OpenAIServer) -
     extra = {"structured_outputs": {"grammar": "root ::= root root"}}
     for stream in (False, True):
         with pytest.raises(
-            openai.BadRequestError, match="no token fits the grammar of structured_outputs or response_format"
+            openai.BadRequestError,
+            match="no token fits the grammar of structured_outputs or response_format",
         ):
-            api.chat.completions.create(model="policy", messages=QUESTION, stream=stream, extra_body=extra)
+            api.chat.completions.create(
+                model="policy", messages=QUESTION, stream=stream, extra_body=extra
+            )
         with pytest.raises(
-            openai.BadRequestError, match="no token fits the grammar of structured_outputs or response_format"
+            openai.BadRequestError,
+            match="no token fits the grammar of structured_outputs or response_format",
         ):
             api.completions.create(model="policy", prompt="hi", stream=stream, extra_body=extra)
 
@@ -810,16 +999,29 @@ def test_a_grammar_that_no_token_fits_is_the_clients_error(free: OpenAIServer) -
 def test_a_request_nested_too_deeply_for_vllm_is_refused(server: OpenAIServer, depth: int) -> None:
     """Python's JSON parser accepts this depth."""
     turn = f'{{"role": "user", "content": "1", "x": {"[" * depth}{"]" * depth}}}'
-    for path, name in (("/chat/completions", "messages"), ("/messages", "messages"), ("/responses", "input")):
+    for path, name in (
+        ("/chat/completions", "messages"),
+        ("/messages", "messages"),
+        ("/responses", "input"),
+    ):
         body = f'{{"model": "policy", "max_tokens": 1, "{name}": [{turn}]}}'
         headers = {"content-type": "application/json"}
         answer = httpx.post(f"{server.base_url}{path}", content=body, headers=headers, timeout=60)
-        assert answer.status_code == 200 or answer.json()["error"]["message"] == "the request is nested too deeply"
+        assert (
+            answer.status_code == 200
+            or answer.json()["error"]["message"] == "the request is nested too deeply"
+        )
 
 
 def test_requests_with_a_foreign_host_are_refused_on_loopback(server: OpenAIServer) -> None:
     port = httpx.URL(server.base_url).port
-    for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.e.com", "10.0.0.1"):
+    for host in (
+        "evil.example",
+        f"evil.example:{port}",
+        "localhost.evil.example",
+        "127.0.0.1.e.com",
+        "10.0.0.1",
+    ):
         answer = httpx.get(f"{root(server)}/v1/models", headers={"host": host})
         assert (answer.status_code, "listens on loopback" in answer.text) == (403, True)
     for host in ("127.0.0.1", f"localhost:{port}", "LOCALHOST", f"[::1]:{port}", "127.0.0.2:8000"):
@@ -836,45 +1038,55 @@ def test_requests_with_a_foreign_host_are_refused_on_loopback(server: OpenAIServ
         (b"transfer-encoding: chunked", b"1\r\n{\r\n", 408),
     ],
 )
-def test_a_body_is_limited_in_size_and_time(strict: OpenAIServer, head: bytes, body: bytes, status: int) -> None:
-    """The connection ends with the answer: the server does not wait for the rest."""
+def test_a_body_is_limited_in_size_and_time(
+    strict: OpenAIServer, head: bytes, body: bytes, status: int
+) -> None:
+    """Return the connection ends with the answer: the server does not wait for the rest."""
     address = ("127.0.0.1", httpx.URL(strict.base_url).port or 0)
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(socket.create_connection(address, timeout=120)) for _ in GOOD]
         for connection, path in zip(connections, GOOD, strict=True):
             start = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer secret\r\n"
-            connection.sendall(start.encode() + b"content-type: application/json\r\n%s\r\n\r\n%s" % (head, body))
+            connection.sendall(
+                start.encode() + b"content-type: application/json\r\n%s\r\n\r\n%s" % (head, body)
+            )
         for connection in connections:
             answer = b"".join(iter(functools.partial(connection.recv, 65536), b""))
             assert answer.startswith(b"HTTP/1.1 %d " % status) and b"connection: close" in answer.lower()
-            assert (b"larger than 8,192 bytes" if status == 413 else b"not complete after 1.5 s") in answer
+            assert (
+                b"larger than 8,192 bytes" if status == 413 else b"not complete after 1.5 s"
+            ) in answer
 
 
 HEAD = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
 
 
 def until_closed(connection: socket.socket) -> bytes:
-    """Receives until the connection is closed."""
+    """Receive until the connection is closed."""
     return b"".join(iter(functools.partial(connection.recv, 65536), b""))
 
 
 def connected(server: OpenAIServer, *parts: bytes) -> socket.socket:
-    """Opens a connection, and sends these parts."""
-    connection = socket.create_connection(("127.0.0.1", httpx.URL(server.base_url).port or 0), timeout=60)
+    """Open a connection, and send these parts."""
+    connection = socket.create_connection(
+        ("127.0.0.1", httpx.URL(server.base_url).port or 0), timeout=60
+    )
     for part in parts:
         connection.sendall(part)
     return connection
 
 
 def answered(connection: socket.socket) -> bool:
-    """Reads an answer to its end, and tells whether it lists the models."""
+    """Read an answer to its end, and tell whether it lists the models."""
     data = b""
     while not data.endswith(b"]}]}"):
         data += connection.recv(65536)
     return data.startswith(b"HTTP/1.1 200")
 
 
-def test_missing_headers_time_out_only_their_own_connection(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_headers_time_out_only_their_own_connection(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Headers of a second request time out as well, and headers that come byte by byte.
 
     Idle connections between two requests, and slow bodies or answers, are not closed.
@@ -914,7 +1126,11 @@ def test_connections_beyond_the_limit_are_told_to_try_again_later(
         held = [connected(server) for _ in range(2)]
         with connected(server) as third:
             answer = until_closed(third)
-        assert answer.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in answer and b"try again later" in answer
+        assert (
+            answer.startswith(b"HTTP/1.1 503")
+            and b"retry-after: 1" in answer
+            and b"try again later" in answer
+        )
         for connection in held:
             connection.close()
         assert client(server).models.retrieve("policy").id == "policy"
@@ -925,17 +1141,26 @@ def test_hostile_requests_are_answered_with_one_sentence(
 ) -> None:
     """HOTBUNK_HOSTILE_REQUESTS of them (150 by default) are drawn from a fixed seed; half of them fit the schema."""
     count = int(os.environ.get("HOTBUNK_HOSTILE_REQUESTS", "150"))
-    before = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=1).choices[0].message
+    before = (
+        client(server)
+        .chat.completions.create(model="policy", messages=QUESTION, seed=1)
+        .choices[0]
+        .message
+    )
     schema = httpx.get(f"{root(server)}/openapi.json").json()
     tally: Counter[str] = Counter()
 
     def ask(target: OpenAIServer, request: Hostile) -> None:
-        status, text, seconds = send(("127.0.0.1", httpx.URL(target.base_url).port or 0), request, "secret")
+        status, text, seconds = send(
+            ("127.0.0.1", httpx.URL(target.base_url).port or 0), request, "secret"
+        )
         tally[f"{status // 100}xx"] += 1
         tally["longest, ms"] = max(tally["longest, ms"], round(1000 * seconds))
         assert not complaint(request, status, text), (complaint(request, status, text), request)
 
-    quick = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    quick = settings(
+        derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    )
 
     def ask_drawn(requests: st.SearchStrategy[Hostile], examples: int) -> None:
         @settings(quick, max_examples=examples)
@@ -953,20 +1178,39 @@ def test_hostile_requests_are_answered_with_one_sentence(
             ask(target, request)
     output = capfd.readouterr()
     assert "Traceback" not in output.err + output.out, output.err[-3000:]
-    after = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=1).choices[0].message
+    after = (
+        client(server)
+        .chat.completions.create(model="policy", messages=QUESTION, seed=1)
+        .choices[0]
+        .message
+    )
     assert carried(after) == carried(before)
     print(dict(tally))
 
 
-def test_malformed_requests_are_4xx_and_the_engine_survives(server: OpenAIServer, free: OpenAIServer) -> None:
+def test_malformed_requests_are_4xx_and_the_engine_survives(
+    server: OpenAIServer, free: OpenAIServer
+) -> None:
     """Requests from the schema go to the server that passes all on to vLLM, those written by hand also to the other."""
-    before = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=1).choices[0].message
+    before = (
+        client(server)
+        .chat.completions.create(model="policy", messages=QUESTION, seed=1)
+        .choices[0]
+        .message
+    )
     schema = httpx.get(f"{root(server)}/openapi.json").json()
     made, written = list(from_schema(schema)), list(by_hand())
     assert len(made) > 150 and len(written) > 150
-    answers = send_all(free, [*made, *written], {"authorization": "Bearer secret"}) + send_all(server, written, {})
+    answers = send_all(free, [*made, *written], {"authorization": "Bearer secret"}) + send_all(
+        server, written, {}
+    )
     wrong = [(r, a.status_code, a.text[:200]) for r, a in answers if not 400 <= a.status_code < 500]
     assert wrong == []
     assert all(a.json()["error"]["message"] for r, a in answers if r.method == "POST")
-    after = client(server).chat.completions.create(model="policy", messages=QUESTION, seed=1).choices[0].message
+    after = (
+        client(server)
+        .chat.completions.create(model="policy", messages=QUESTION, seed=1)
+        .choices[0]
+        .message
+    )
     assert carried(after) == carried(before)

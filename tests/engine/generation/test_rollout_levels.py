@@ -29,14 +29,20 @@ from generation.trajectory import Trajectory
 from tests.conftest import TinyModel
 from tests.support.colocated import HfPolicy, start_engine, stop
 
-POC = {  # the two prompts of verl's thread, and a correct model's call, its result, and the rest of the answer
+# The two prompts of verl's thread, and a correct model's call, its result, and the rest of the
+# answer
+POC = {
     "Hello world. please say <function> multiply(3, 302) </function> \nthis is a test": (
-        " <function> multiply(3, 302) </function>", "<result>906.0</result>", ". Can I assist with anything else?"
+        " <function> multiply(3, 302) </function>",
+        "<result>906.0</result>",
+        ". Can I assist with anything else?",
     ),
     "Hello world. please say <function> add(3, 302) </function> ": (
-        "<function> add(3, 302) </function>", "<result>305.0</result>", ". Is there anything else I can help with?"
+        "<function> add(3, 302) </function>",
+        "<result>305.0</result>",
+        ". Is there anything else I can help with?",
     ),
-}  # fmt: skip
+}
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "30+12"}}</tool_call>'
 CHAT = [
     {"role": "user", "content": "30+12?"},
@@ -49,7 +55,7 @@ STEPS = 160
 
 
 def by_heart(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The three conversations as ids, the tools' results included."""
+    """Return the three conversations as ids, the tools' results included."""
     texts = [prompt + "".join(parts) + "<|im_end|>" for prompt, parts in POC.items()]
     texts.append(tokenizer.apply_chat_template(CHAT, tokenize=False))
     return tokenizer(texts)["input_ids"]
@@ -61,8 +67,10 @@ def tokenizer(tiny_model: TinyModel) -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: TinyModel, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that has learned the conversations by heart."""
+def model(
+    tiny_model: TinyModel, tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Return a tiny model that has learned the conversations by heart."""
     network = AutoModelForCausalLM.from_pretrained(tiny_model())
     rows = [torch.tensor(ids) for ids in by_heart(tokenizer)]
     inputs = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
@@ -83,7 +91,7 @@ def model(tiny_model: TinyModel, tokenizer: PreTrainedTokenizerBase, tmp_path_fa
 
 @pytest.fixture(scope="module")
 def leader(model: Path) -> Iterator[Leader]:
-    """An engine of that model, at version 0."""
+    """Yield an engine of that model, at version 0."""
     leader = start_engine(model, max_model_len=320, max_num_seqs=16)
     leader.engine.state.adopt_checkpoint(0)
     yield leader
@@ -91,7 +99,7 @@ def leader(model: Path) -> Iterator[Leader]:
 
 
 def calculate(expression: str) -> int:
-    """The sum.
+    """Return the sum.
 
     Args:
         expression: two numbers with a plus
@@ -121,7 +129,7 @@ def run(
     group: int = 1,
     **episodes: Any,
 ) -> list[Trajectory]:
-    """Runs a rollout, in which no trajectory may fail; sorted by prompt and sample."""
+    """Run a rollout, in which no trajectory may fail; sorted by prompt and sample."""
     waiting = list(range(len(prompts)))
 
     async def score(trajectory: Trajectory) -> None:
@@ -129,7 +137,9 @@ def run(
 
     settings = RolloutSettings(group, sampling, policy_version=0, seed=1, step=3)
     claim = lambda: waiting.pop(0) if waiting else None  # noqa: E731
-    work = rollout(leader.engine, prompts, settings, claim, score, EpisodeSetup(function, tokenizer, **episodes))
+    work = rollout(
+        leader.engine, prompts, settings, claim, score, EpisodeSetup(function, tokenizer, **episodes)
+    )
     done = leader.thread.run(work, 120, "a rollout")
     assert [t.error for t in done] == [""] * len(done)
     return sorted(done, key=lambda t: (t.prompt_index, t.sample_index))
@@ -140,8 +150,10 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return tokenizer(text)["input_ids"]
 
 
-def test_the_default_is_one_generation_with_the_same_seed(leader: Leader, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The tokens are vLLM's; naming the default, or a function that does the same, changes nothing.
+def test_the_default_is_one_generation_with_the_same_seed(
+    leader: Leader, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Return the tokens are vLLM's; naming the default, or a function that does the same, changes nothing.
 
     Log-probabilities agree only to rounding: arrival times decide which requests share a forward pass.
     """
@@ -152,8 +164,13 @@ def test_the_default_is_one_generation_with_the_same_seed(leader: Leader, tokeni
         await chat.sample(settings)
         return chat.trajectory()
 
-    plain, same = (run(leader, tokenizer, f, prompts, sampling, group=3) for f in (one_shot, custom_rollout(ask, {})))
-    assert [(t.response_ids, t.finish_reason) for t in plain] == [(t.response_ids, t.finish_reason) for t in same]
+    plain, same = (
+        run(leader, tokenizer, f, prompts, sampling, group=3)
+        for f in (one_shot, custom_rollout(ask, {}))
+    )
+    assert [(t.response_ids, t.finish_reason) for t in plain] == [
+        (t.response_ids, t.finish_reason) for t in same
+    ]
     for one, other in zip(plain, same, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
     for done in plain:
@@ -165,7 +182,7 @@ def test_the_default_is_one_generation_with_the_same_seed(leader: Leader, tokeni
 def test_the_result_of_an_inline_call_follows_it_in_the_answer(
     leader: Leader, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """The engine stops at a call, the tool runs, and the answer continues. The result is not trained on."""
+    """Return the engine stops at a call, the tool runs, and the answer continues. The result is not trained on."""
     inline = inline_rollout(agent(tokenizer, multiply, add))
     results = run(leader, tokenizer, inline, tokenizer(list(POC))["input_ids"])
     for done, (call, result, after) in zip(results, POC.values(), strict=True):
@@ -189,9 +206,12 @@ def check_logprobs(leader: Leader, trajectories: list[Trajectory], temperature: 
 
 def test_a_typed_function_is_a_tool(leader: Leader, tokenizer: PreTrainedTokenizerBase) -> None:
     (done,) = run(leader, tokenizer, tool_rollout(agent(tokenizer, calculate)), [chat_prompt(tokenizer)])
-    assert done.prompt_ids + done.response_ids == by_heart(tokenizer)[2][:-1]  # without the template's last newline
+    # Without the template's last newline
+    assert done.prompt_ids + done.response_ids == by_heart(tokenizer)[2][:-1]
     assert (done.turns, done.metrics["tools/calls"], done.finish_reason) == (2, 1.0, "stop")
-    assert tokenizer.decode(done.response_ids[done.answer_start :], skip_special_tokens=True) == "It is 42."
+    assert (
+        tokenizer.decode(done.response_ids[done.answer_start :], skip_special_tokens=True) == "It is 42."
+    )
 
 
 class Desk:
@@ -202,7 +222,7 @@ class Desk:
         return [{"role": "user", "content": question}]
 
     async def calculate(self, expression: str) -> int:
-        """The sum."""
+        """Return the sum."""
         self.asked.append(expression)
         return calculate(expression)
 
@@ -263,7 +283,10 @@ def test_a_tool_that_hangs_is_an_error_of_its_trajectory_only(
     failed = [t for t in results if t.metrics.get("tools/errors/timeout")]
     assert len(failed) == 1 and calls[0] == 16
     assert "Error: calculate took longer than 3 s" in tokenizer.decode(failed[0].response_ids)
-    assert sum("<tool_response>42</tool_response>" in tokenizer.decode(t.response_ids) for t in results) == 15
+    assert (
+        sum("<tool_response>42</tool_response>" in tokenizer.decode(t.response_ids) for t in results)
+        == 15
+    )
 
 
 def test_no_tokenizer_is_loaded_during_a_rollout(

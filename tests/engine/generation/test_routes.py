@@ -60,8 +60,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def leader(model: Path) -> Iterator[Leader]:
-    """An engine in bfloat16 with room for 20 KV cache blocks: 16 answers that begin a second block do not fit."""
-    settings = {"dtype": "bfloat16", "routes": True, "kv_cache_bytes": 20 * BLOCK_BYTES, "max_num_seqs": 16}
+    """Yield an engine in bfloat16 with room for 20 KV cache blocks: 16 answers that begin a second block do not fit."""
+    settings = {
+        "dtype": "bfloat16",
+        "routes": True,
+        "kv_cache_bytes": 20 * BLOCK_BYTES,
+        "max_num_seqs": 16,
+    }
     leader = start_engine(model, plain=False, kind=Watched, keyed_noise=True, **settings)
     leader.engine.state.adopt_checkpoint(0)
     yield leader
@@ -69,11 +74,13 @@ def leader(model: Path) -> Iterator[Leader]:
 
 
 def complete(leader: Leader, prompts: list[list[int]], tokens: int) -> list[Generation]:
-    """Samples answers to all prompts at the same time."""
+    """Sample answers to all prompts at the same time."""
 
     async def run() -> list[Generation]:
         sampling = SamplingSettings(max_tokens=tokens)
-        calls = [leader.engine.complete(p, sampling, seed=n, policy_version=0) for n, p in enumerate(prompts)]
+        calls = [
+            leader.engine.complete(p, sampling, seed=n, policy_version=0) for n, p in enumerate(prompts)
+        ]
         return await asyncio.gather(*calls)
 
     return leader.thread.run(run(), 120, "completions")
@@ -84,7 +91,7 @@ def forget(leader: Leader) -> None:
 
 
 def prefilled(leader: Leader, ids: list[int]) -> np.ndarray:
-    """The routes of a request that prefills all of these ids except the last at once."""
+    """Return the routes of a request that prefills all of these ids except the last at once."""
     forget(leader)
     [alone] = complete(leader, [ids[:-1]], 1)
     assert alone.routes is not None and len(alone.routes) == len(ids) - 1
@@ -96,7 +103,9 @@ def random_prompt(length: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [20, 120])
-def test_routes_are_those_of_a_prefill_even_of_cached_or_preempted_tokens(leader: Leader, length: int) -> None:
+def test_routes_are_those_of_a_prefill_even_of_cached_or_preempted_tokens(
+    leader: Leader, length: int
+) -> None:
     """There are 16 answers to four prompts, and a second round, whose prompts are in the cache."""
     prompts = [random_prompt(length, seed // 4) for seed in range(16)]
     forget(leader)
@@ -116,7 +125,9 @@ def test_tokens_that_were_not_sampled_have_routes_as_well(leader: Leader) -> Non
     """Two turns have a tool's result between them; one trajectory is assembled by the user's function."""
     tool_ids = random_prompt(5, 3)
 
-    async def by_hand_rollout(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> list[Trajectory]:
+    async def by_hand_rollout(
+        llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings
+    ) -> list[Trajectory]:
         chat = llm.conversation()
         await chat.sample(sampling)
         chat.add_ids(tool_ids)
@@ -137,7 +148,9 @@ def test_tokens_that_were_not_sampled_have_routes_as_well(leader: Leader) -> Non
             pass
 
         prompts, setup = [random_prompt(9, 1)], EpisodeSetup(by_hand_rollout, Tokenizer())  # type: ignore[arg-type]
-        return await rollout(leader.engine, prompts, settings, lambda: left.pop() if left else None, note, setup)
+        return await rollout(
+            leader.engine, prompts, settings, lambda: left.pop() if left else None, note, setup
+        )
 
     trajectories = leader.thread.run(run(), 60, "a rollout")
     assert len(trajectories) == 4
@@ -149,7 +162,7 @@ def test_tokens_that_were_not_sampled_have_routes_as_well(leader: Leader) -> Non
 
 
 def test_an_answer_in_slices_has_the_routes_of_an_uncut_one(leader: Leader) -> None:
-    """The routes come from the last slice, whose prompt is everything before it."""
+    """Return the routes come from the last slice, whose prompt is everything before it."""
 
     async def answer(turnstile: Turnstile | None) -> Generation:
         sampling, place = SamplingSettings(max_tokens=40), {"seed": 5, "policy_version": 0}
@@ -172,12 +185,16 @@ def test_an_engine_that_cannot_report_routes_is_refused_before_it_starts(
     check_routes(on_cuda)
     assert engine_arguments(on_cuda)["enable_return_routed_experts"] is True
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    with pytest.raises(ValueError, match="unset VLLM_USE_V2_MODEL_RUNNER, or set model.routes to recorded"):
+    with pytest.raises(
+        ValueError, match="unset VLLM_USE_V2_MODEL_RUNNER, or set model.routes to recorded"
+    ):
         check_routes(on_cuda)
 
 
 def test_a_dense_engine_has_no_routes_to_report(tiny_qwen2: Path) -> None:
-    with pytest.raises(WorkerError, match="Qwen2ForCausalLM has no routers that tell their choices: set model.routes"):
+    with pytest.raises(
+        WorkerError, match="Qwen2ForCausalLM has no routers that tell their choices: set model.routes"
+    ):
         start_engine(tiny_qwen2, routes=True)
 
 
@@ -185,7 +202,9 @@ def test_each_of_several_answers_to_a_request_has_its_own_routes(leader: Leader)
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    params = SamplingParams(n=3, max_tokens=12, seed=4, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY)
+    params = SamplingParams(
+        n=3, max_tokens=12, seed=4, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY
+    )
     prompt = random_prompt(7, 2)
     request = leader.engine.request({"prompt_token_ids": prompt}, params, policy_version=0)
     output = leader.thread.run(request, 60, "a request")
@@ -195,7 +214,7 @@ def test_each_of_several_answers_to_a_request_has_its_own_routes(leader: Leader)
 
 
 def test_the_engines_routes_bring_the_trainer_closer_to_it(leader: Leader, model: Path) -> None:
-    """The engine is in bfloat16, the trainer in float32, where some tokens are routed differently.
+    """Return the engine is in bfloat16, the trainer in float32, where some tokens are routed differently.
 
     The largest gap falls to a quarter or less, and the 95th percentile to a half or less.
     """

@@ -14,7 +14,12 @@ from generation.engine.engine import Leader
 from generation.engine.logits import engine_arguments
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.episodes import RolloutSettings, rollout
-from generation.rollouts.sampler import FnCallRolloutSampler, OneShotRolloutSampler, make_sampler, sample_batch
+from generation.rollouts.sampler import (
+    FnCallRolloutSampler,
+    OneShotRolloutSampler,
+    make_sampler,
+    sample_batch,
+)
 from generation.rollouts.sampler_llm import SamplerLLM
 from generation.rollouts.sampler_prompts import PromptText, prompt_batch
 from generation.trajectory import Trajectory
@@ -26,7 +31,7 @@ SECONDS = 120.0
 
 
 def scripted(params: Any) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
-    """A logits processor: requests with `extra_args={"say": ids}` get those ids, all others are unchanged."""
+    """Return a logits processor: requests with `extra_args={"say": ids}` get those ids, all others are unchanged."""
     script = (params.extra_args or {}).get("say")
     if script is None:
         return None
@@ -46,8 +51,10 @@ def model(tiny_model: TinyModel) -> Path:
 
 @pytest.fixture(scope="module")
 def leader(model: Path) -> Iterator[Leader]:
-    """An engine with that processor, which all tests of this file share."""
-    leader = start_engine(model, max_model_len=640, extra=engine_arguments([f"{__file__}:scripted"], v2=False))
+    """Yield an engine with that processor, which all tests of this file share."""
+    leader = start_engine(
+        model, max_model_len=640, extra=engine_arguments([f"{__file__}:scripted"], v2=False)
+    )
     leader.engine.state.adopt_checkpoint(0)
     yield leader
     stop(leader)
@@ -61,13 +68,17 @@ def tokenizer(model: Path) -> Any:
 
 
 def settings(group: int = 1, **sampling: Any) -> RolloutSettings:
-    return RolloutSettings(group, SamplingSettings(**({"max_tokens": 12} | sampling)), policy_version=0, seed=1, step=3)
+    return RolloutSettings(
+        group, SamplingSettings(**({"max_tokens": 12} | sampling)), policy_version=0, seed=1, step=3
+    )
 
 
 def chats(tokenizer: Any, questions: list[str]) -> list[PromptText]:
     """Prompts, with the messages from which they were rendered."""
     messages = [[{"role": "user", "content": question}] for question in questions]
-    texts = [tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in messages]
+    texts = [
+        tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in messages
+    ]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     return prompt_batch(ids, range(len(ids)), tokenizer, 1, messages)
 
@@ -80,7 +91,7 @@ def sample(
     config: RolloutSettings | None = None,
     **limits: float,
 ) -> list[Trajectory]:
-    """Runs a rollout by a sampler, in which every trajectory is scored once."""
+    """Run a rollout by a sampler, in which every trajectory is scored once."""
     config = config or settings()
     batch = prompt_batch(PROMPTS, [0, 1], tokenizer, config.group_size) if batch is None else batch
     scored: list[Trajectory] = []
@@ -95,7 +106,9 @@ def sample(
 
 
 def facade(leader: Leader, tokenizer: Any, config: RolloutSettings | None = None) -> SamplerLLM:
-    return SamplerLLM(leader.engine, tokenizer, config or settings(), leader.thread.loop, timeout=SECONDS)
+    return SamplerLLM(
+        leader.engine, tokenizer, config or settings(), leader.thread.loop, timeout=SECONDS
+    )
 
 
 def assert_on_policy(model: Path, trajectories: list[Trajectory], temperature: float = 1.0) -> None:
@@ -114,11 +127,17 @@ def test_one_shot_samples_the_tokens_of_the_default(leader: Leader, tokenizer: A
 
     async def ignore(trajectory: Trajectory) -> None: ...
 
-    default = rollout(leader.engine, PROMPTS, config, lambda: waiting.pop(0) if waiting else None, ignore)
-    expected = sorted(leader.thread.run(default, SECONDS, "a rollout"), key=lambda t: (t.prompt_index, t.sample_index))
+    default = rollout(
+        leader.engine, PROMPTS, config, lambda: waiting.pop(0) if waiting else None, ignore
+    )
+    expected = sorted(
+        leader.thread.run(default, SECONDS, "a rollout"), key=lambda t: (t.prompt_index, t.sample_index)
+    )
     trajectories = sample(leader, tokenizer, OneShotRolloutSampler(), config=config)
     assert [t.response_ids for t in trajectories] == [t.response_ids for t in expected]
-    assert [(t.prompt_index, t.sample_index) for t in trajectories] == [(p, s) for p in (0, 1) for s in range(3)]
+    assert [(t.prompt_index, t.sample_index) for t in trajectories] == [
+        (p, s) for p in (0, 1) for s in range(3)
+    ]
     assert [t.finish_reason for t in trajectories] == [t.finish_reason for t in expected]
 
 
@@ -127,20 +146,28 @@ class ThreeCalls:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        return [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}]
+        return [
+            {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
+        ]
 
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> Any:
         messages = [list(p.messages) for p in prompts]
-        r1 = llm.chat(messages=messages, sampling_params=sampling_params, use_tqdm=False, tools=self.tools)
+        r1 = llm.chat(
+            messages=messages, sampling_params=sampling_params, use_tqdm=False, tools=self.tools
+        )
         for turn in range(2):
             for conversation, r in zip(messages, r1, strict=True):
                 conversation.append({"role": "assistant", "content": r.outputs[0].text})
                 conversation.append({"role": "tool", "content": f"result {turn}"})
-            r1 = llm.chat(messages=messages, sampling_params=sampling_params, use_tqdm=False, tools=self.tools)
+            r1 = llm.chat(
+                messages=messages, sampling_params=sampling_params, use_tqdm=False, tools=self.tools
+            )
         return r1
 
 
-def test_all_answers_of_a_sampler_with_three_calls_are_trained_on(leader: Leader, tokenizer: Any, model: Path) -> None:
+def test_all_answers_of_a_sampler_with_three_calls_are_trained_on(
+    leader: Leader, tokenizer: Any, model: Path
+) -> None:
     trajectories = sample(leader, tokenizer, ThreeCalls(), chats(tokenizer, ["hi", "and you?", "hi"]))
     assert_on_policy(model, trajectories)
     for t in trajectories:
@@ -151,7 +178,8 @@ def test_all_answers_of_a_sampler_with_three_calls_are_trained_on(leader: Leader
         assert between.count("<tool_response>") == 2
         assert [f"result {turn}" in between for turn in (0, 1)] == [True, True]
         assert 3 <= sum(t.loss_mask) <= 36
-    assert trajectories[0].response_ids != trajectories[2].response_ids  # equal questions have different seeds
+    # Equal questions have different seeds
+    assert trajectories[0].response_ids != trajectories[2].response_ids
 
 
 def add(a: int, b: int) -> int:
@@ -176,12 +204,19 @@ def test_functions_are_called_between_chats(leader: Leader, tokenizer: Any) -> N
                 params.extra_args = {"say": [*tokenizer.encode(text), tokenizer.eos_token_id]}
                 scripts.append(params)
             plain = llm.chat
-            llm.chat = lambda messages, sampling_params, **options: plain(messages, scripts[: len(messages)], **options)
+            llm.chat = lambda messages, sampling_params, **options: plain(
+                messages, scripts[: len(messages)], **options
+            )
             return super().__call__(llm, prompts, sampling_params)
 
     config = settings(max_tokens=80)
-    done = sample(leader, tokenizer, Scripted([add], max_turns=2), chats(tokenizer, ["a", "b", "c", "d"]), config)
-    replies = [tokenizer.decode([i for i, m in zip(t.response_ids, t.loss_mask, strict=True) if not m]) for t in done]
+    done = sample(
+        leader, tokenizer, Scripted([add], max_turns=2), chats(tokenizer, ["a", "b", "c", "d"]), config
+    )
+    replies = [
+        tokenizer.decode([i for i, m in zip(t.response_ids, t.loss_mask, strict=True) if not m])
+        for t in done
+    ]
     assert "42" in replies[0]
     assert "Error: Unknown function sub" in replies[1]
     assert "Error: the tool call is not valid JSON" in replies[2]
@@ -211,14 +246,16 @@ class Texts:
 
     async def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> Any:
         first = await llm.generate_async(prompts, sampling_params)
-        second = [p + o.outputs[0].text + "<results>9</results>" for p, o in zip(prompts, first, strict=True)]
+        second = [
+            p + o.outputs[0].text + "<results>9</results>" for p, o in zip(prompts, first, strict=True)
+        ]
         return await llm.generate_async(second, sampling_params)
 
 
 def test_a_coroutine_may_prompt_with_texts_without_losing_exact_ids(
     leader: Leader, tokenizer: Any, model: Path
 ) -> None:
-    """The tiny model samples bytes that are not text, which would change if they were decoded and encoded again."""
+    """Return the tiny model samples bytes that are not text, which would change if they were decoded and encoded again."""
     trajectories = sample(leader, tokenizer, Texts(), config=settings(group=4))
     assert_on_policy(model, trajectories)
     once = sample(leader, tokenizer, OneShotRolloutSampler(), config=settings(group=4))
@@ -247,10 +284,14 @@ class OldProcessors:
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> Any:
         from vllm import SamplingParams
 
-        return llm.generate(prompts, SamplingParams(logits_processors=[lambda ids, scores: scores], max_tokens=200))
+        return llm.generate(
+            prompts, SamplingParams(logits_processors=[lambda ids, scores: scores], max_tokens=200)
+        )
 
 
-def test_processors_passed_with_a_request_are_refused_with_a_remedy(leader: Leader, tokenizer: Any) -> None:
+def test_processors_passed_with_a_request_are_refused_with_a_remedy(
+    leader: Leader, tokenizer: Any
+) -> None:
     for sampler in (
         OldProcessors(),
         lambda llm, prompts, params: llm.generate(prompts, {"logits_processors": [print]}),
@@ -311,9 +352,12 @@ def test_judging_calls_may_be_greedy_but_are_not_trained_on(leader: Leader, toke
             return llm.generate(prompts)
 
     assert [t.turns for t in sample(leader, tokenizer, judged)] == [1, 1]
-    with pytest.raises(ValueError, match=r"result 0 was not sampled as training asks: temperature is 0\.0"):
+    with pytest.raises(
+        ValueError, match=r"result 0 was not sampled as training asks: temperature is 0\.0"
+    ):
         sample(leader, tokenizer, greedy)
-    assert sample(leader, tokenizer, greedy, config=settings(temperature=0.0))  # evaluation may be greedy
+    # Evaluation may be greedy
+    assert sample(leader, tokenizer, greedy, config=settings(temperature=0.0))
 
 
 def test_a_sampler_that_exceeds_its_time_is_abandoned(leader: Leader, tokenizer: Any) -> None:
@@ -344,7 +388,9 @@ class FilledInPolicy(VLLMModule):
     def build_dataset(self, train_prompts: Any, is_eval: bool = False) -> Any:
         max_prompt_length = self.model_args.get("seq_length") - self.model_args.get("max_new_tokens")
         tokenizer = self.tokenizer.tokenizer
-        return [{"input_ids": tokenizer.encode(p)[-max_prompt_length:], "prompt": p} for p in train_prompts]
+        return [
+            {"input_ids": tokenizer.encode(p)[-max_prompt_length:], "prompt": p} for p in train_prompts
+        ]
 
     def model_provider(self) -> Any:
         return super().model_provider()
@@ -359,7 +405,11 @@ class FilledInPolicy(VLLMModule):
         return self._forward_step(data, iteration, eval_mode=False)
 
     def decode_internal(self, batched_outputs: Any) -> Any:
-        return [(o.prompt, o.prompt_token_ids, completion) for o in batched_outputs for completion in o.outputs]
+        return [
+            (o.prompt, o.prompt_token_ids, completion)
+            for o in batched_outputs
+            for completion in o.outputs
+        ]
 
 
 MODULE = {
@@ -393,18 +443,26 @@ def test_the_example_of_chatlearns_page_runs(leader: Leader, tokenizer: Any) -> 
     assert len(outputs[0].prompt_logprobs) == len(rows[0]["input_ids"])
 
 
-def test_prompt_logprobs_are_complete_though_the_prefix_is_cached(leader: Leader, tokenizer: Any) -> None:
+def test_prompt_logprobs_are_complete_though_the_prefix_is_cached(
+    leader: Leader, tokenizer: Any
+) -> None:
     module = FilledInPolicy(MODULE | {"n": 1, "seq_length": 256}, facade(leader, tokenizer))
-    row = module.build_dataset(["a prompt that is longer than a block of the cache, so that it can be cached " * 2])[0]
+    row = module.build_dataset(
+        ["a prompt that is longer than a block of the cache, so that it can be cached " * 2]
+    )[0]
     first, second = (module.execute_step(row)[0] for _ in range(2))
     assert len(second.prompt_logprobs) == len(row["input_ids"])
     pairs = zip(first.prompt_logprobs[1:], second.prompt_logprobs[1:], row["input_ids"][1:], strict=True)
     assert max(abs(a[token].logprob - b[token].logprob) for a, b, token in pairs) < 1e-4
 
 
-def test_engine_and_trainer_agree_at_another_temperature(leader: Leader, tokenizer: Any, model: Path) -> None:
+def test_engine_and_trainer_agree_at_another_temperature(
+    leader: Leader, tokenizer: Any, model: Path
+) -> None:
     config = settings(group=4, temperature=0.7)
-    assert_on_policy(model, sample(leader, tokenizer, OneShotRolloutSampler(), config=config), temperature=0.7)
+    assert_on_policy(
+        model, sample(leader, tokenizer, OneShotRolloutSampler(), config=config), temperature=0.7
+    )
 
 
 def test_a_module_samples_for_training_like_any_sampler(leader: Leader, tokenizer: Any) -> None:
@@ -414,11 +472,16 @@ def test_a_module_samples_for_training_like_any_sampler(leader: Leader, tokenize
     for _ in range(2):
         trajectories = sample(leader, tokenizer, module, config=settings(group=2))
         assert [t.response_ids for t in trajectories] == [t.response_ids for t in expected]
-        texts = [tokenizer.decode(t.response_ids, skip_special_tokens=True).rstrip("\ufffd") for t in trajectories]
+        texts = [
+            tokenizer.decode(t.response_ids, skip_special_tokens=True).rstrip("\ufffd")
+            for t in trajectories
+        ]
         assert [t.decoded for t in trajectories] == texts  # vLLM waits for a character's last byte
     textless = {t.error for t in sample(leader, tokenizer, FilledInPolicy(sizes))}
     assert len(textless) == 1 and "not a mapping whose str_outputs has 2 texts" in textless.pop()
-    with pytest.raises(ValueError, match="not sampled as training asks: temperature is 0.5 instead of 1.0"):
+    with pytest.raises(
+        ValueError, match="not sampled as training asks: temperature is 0.5 instead of 1.0"
+    ):
         sample(leader, tokenizer, VLLMModule(sizes | {"temperature": 0.5}))
 
 
@@ -433,27 +496,45 @@ def test_a_modules_stop_settings_apply_in_training(leader: Leader, tokenizer: An
         assert other.response_ids[: len(one.response_ids)] == one.response_ids
     inner = [token for t in plain for token in t.response_ids[1:-1]]
     words = {token: tokenizer.decode([token]) for token in inner}
-    token = next(token for token in inner if tokenizer.encode(words[token], add_special_tokens=False) == [token])
-    shorter = sample(leader, tokenizer, VLLMModule(sizes | {"stop_token_list": words[token]}), config=config)
+    token = next(
+        token for token in inner if tokenizer.encode(words[token], add_special_tokens=False) == [token]
+    )
+    shorter = sample(
+        leader, tokenizer, VLLMModule(sizes | {"stop_token_list": words[token]}), config=config
+    )
     for one, other in zip(plain, shorter, strict=True):
         assert other.response_ids == one.response_ids[: [*one.response_ids, token].index(token) + 1]
     assert sum(len(t.response_ids) for t in shorter) < sum(len(t.response_ids) for t in plain)
     evaluation = replace(settings(temperature=0.0), evaluation=True, step=-3)
     assert sample(
-        leader, tokenizer, VLLMModule(sizes | {"temperature": 1.0, "eval_temperature": 0.0}), config=evaluation
+        leader,
+        tokenizer,
+        VLLMModule(sizes | {"temperature": 1.0, "eval_temperature": 0.0}),
+        config=evaluation,
     )
 
 
 def test_a_module_starts_and_stops_an_engine_of_its_own(model: Path) -> None:
-    args = {"model": str(model), "seq_length": 96, "max_new_tokens": 8, "n": 3, "block_size": 32,
-            "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 32 << 20, "generation_batch_size": 8,
-            "stop_token_list": "<|im_end|>;zz"}  # fmt: skip
+    args = {
+        "model": str(model),
+        "seq_length": 96,
+        "max_new_tokens": 8,
+        "n": 3,
+        "block_size": 32,
+        "max_num_batched_tokens": 2048,
+        "kv_cache_memory_bytes": 32 << 20,
+        "generation_batch_size": 8,
+        "stop_token_list": "<|im_end|>;zz",
+    }
     with VLLMModule(args) as module:
         module.setup()
         rows = module.build_dataset(["hello", "you"])
         first = module.generate([rows[0], rows[1]])
         assert len(first["all_tokens"]) == 6
-        assert all(len(mask) == len(ids) for mask, ids in zip(first["loss_mask"], first["all_tokens"], strict=True))
+        assert all(
+            len(mask) == len(ids)
+            for mask, ids in zip(first["loss_mask"], first["all_tokens"], strict=True)
+        )
         again, later = (module.generate([rows[0], rows[1]], iteration=i) for i in (0, 1))
         assert again["all_tokens"] == first["all_tokens"]  # the seed and the iteration decide
         assert later["all_tokens"] != first["all_tokens"]

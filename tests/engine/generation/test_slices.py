@@ -1,4 +1,4 @@
-"""Answers cut into slices on real engines have the tokens of uncut answers, each with its version.
+"""Answer cut into slices on real engines have the tokens of uncut answers, each with its version.
 
 Weights are packed, as by default: with plain ones, log-probabilities agree only to rounding, cut or not, when requests
 share forward passes in other ways.
@@ -22,7 +22,13 @@ from generation.engine.slices import Turnstile, Unfinished
 from generation.exact_ids import Generation
 from generation.rollouts.agent import Agent, environment_rollout, tool_rollout
 from generation.rollouts.client import ClientRollout
-from generation.rollouts.episode import PolicyLLM, RolloutFunction, RolloutSettings, custom_rollout, one_shot
+from generation.rollouts.episode import (
+    PolicyLLM,
+    RolloutFunction,
+    RolloutSettings,
+    custom_rollout,
+    one_shot,
+)
 from generation.rollouts.episodes import run_episode
 from generation.rollouts.tools import ToolCall, ToolLimits, ToolRunner, make_tool, tools_by_name
 from generation.trajectory import Trajectory
@@ -37,7 +43,7 @@ CONTEXT = 512
 
 @pytest.fixture(scope="module")
 def both(tiny_qwen2: Path) -> Iterator[Colocated]:
-    """A policy of version 0, and an engine that is asleep and without a version."""
+    """Yield a policy of version 0, and an engine that is asleep and without a version."""
     with Colocated(tiny_qwen2, plain=False, max_model_len=CONTEXT, keyed_noise=True) as both:
         both.manager.sleep()
         yield both
@@ -46,14 +52,19 @@ def both(tiny_qwen2: Path) -> Iterator[Colocated]:
 @pytest.fixture(scope="module")
 def leaders(tiny_qwen2: Path) -> Iterator[dict[str, Leader]]:
     """Engines with the same weights; one has no prefix cache, and less room than eight answers need."""
-    small: dict[str, Any] = {"kv_cache_bytes": 1 << 18, "extra": {"enable_prefix_caching": False, "block_size": 32}}
+    small: dict[str, Any] = {
+        "kv_cache_bytes": 1 << 18,
+        "extra": {"enable_prefix_caching": False, "block_size": 32},
+    }
     settings: dict[str, dict[str, Any]] = {
         "float32": {},
         "bfloat16": {"dtype": "bfloat16"},
         "no cache": small | {"max_model_len": 160},
     }
     leaders = {
-        name: start_engine(tiny_qwen2, plain=False, **({"max_model_len": CONTEXT, "keyed_noise": True} | options))
+        name: start_engine(
+            tiny_qwen2, plain=False, **({"max_model_len": CONTEXT, "keyed_noise": True} | options)
+        )
         for name, options in settings.items()
     }
     for leader in leaders.values():
@@ -63,8 +74,10 @@ def leaders(tiny_qwen2: Path) -> Iterator[dict[str, Leader]]:
         stop(leader)
 
 
-def answer(leader: Leader, prompt: list[int], sampling: SamplingSettings = SAMPLED, **more: Any) -> Episode[Generation]:
-    """An episode that samples one answer, with a seed that depends on the prompt."""
+def answer(
+    leader: Leader, prompt: list[int], sampling: SamplingSettings = SAMPLED, **more: Any
+) -> Episode[Generation]:
+    """Return an episode that samples one answer, with a seed that depends on the prompt."""
 
     async def episode(turnstile: Turnstile | None) -> Generation:
         place = {"seed": 90 + len(prompt), "policy_version": 0, "turnstile": turnstile}
@@ -74,12 +87,12 @@ def answer(leader: Leader, prompt: list[int], sampling: SamplingSettings = SAMPL
 
 
 def answers(leader: Leader, sampling: SamplingSettings = SAMPLED) -> list[Episode[Generation]]:
-    """An episode for each of PROMPTS."""
+    """Return an episode for each of PROMPTS."""
     return [answer(leader, prompt, sampling) for prompt in PROMPTS]
 
 
 def uncut(leader: Leader, sampling: SamplingSettings = SAMPLED) -> list[Generation]:
-    """Samples an answer to each of PROMPTS without slices."""
+    """Sample an answer to each of PROMPTS without slices."""
 
     async def go() -> list[Generation]:
         return list(await asyncio.gather(*(episode(None) for episode in answers(leader, sampling))))  # type: ignore[arg-type]
@@ -93,12 +106,16 @@ def uncut(leader: Leader, sampling: SamplingSettings = SAMPLED) -> list[Generati
 def test_an_answer_in_slices_is_the_uncut_one_bit_for_bit(
     leaders: dict[str, Leader], name: str, temperature: float
 ) -> None:
-    """Log-probabilities are equal, too, with a prefix cache and without, and when vLLM runs out of room."""
+    """Return log-probabilities are equal, too, with a prefix cache and without, and when vLLM runs out of room."""
     leader = leaders[name]
     expected = uncut(leader, replace(SAMPLED, temperature=temperature))
-    assert max(len(one.token_ids) for one in expected) == 80 > min(len(one.token_ids) for one in expected)
+    assert (
+        max(len(one.token_ids) for one in expected) == 80 > min(len(one.token_ids) for one in expected)
+    )
     for tokens in (1, 7, 64):
-        with Episodes(leader, tokens, answers(leader, replace(SAMPLED, temperature=temperature))) as episodes:
+        with Episodes(
+            leader, tokens, answers(leader, replace(SAMPLED, temperature=temperature))
+        ) as episodes:
             assert episodes.results() == expected
         assert episodes.slices.opening == -(-80 // tokens)
 
@@ -109,8 +126,10 @@ def test_preempted_answers_are_counted(leaders: dict[str, Leader]) -> None:
     assert leaders["float32"].engine.preemptions == 0
 
 
-def test_an_answer_continues_after_a_sleep_and_on_another_engine(both: Colocated, leaders: dict[str, Leader]) -> None:
-    """The tokens are equal, first in one batch with weights sent before each slice, then alone on another engine."""
+def test_an_answer_continues_after_a_sleep_and_on_another_engine(
+    both: Colocated, leaders: dict[str, Leader]
+) -> None:
+    """Return the tokens are equal, first in one batch with weights sent before each slice, then alone on another engine."""
     results, other = uncut(leaders["float32"]), leaders["no cache"]
     with Episodes(both.leader, 7, answers(both.leader)) as episodes:
         for _ in range(3):
@@ -131,7 +150,7 @@ def test_an_answer_continues_after_a_sleep_and_on_another_engine(both: Colocated
 
 
 def test_each_token_has_the_version_that_sampled_it(both: Colocated) -> None:
-    """A segment's log-probabilities are the trainer's with the weights of its version, and not with others."""
+    """Return a segment's log-probabilities are the trainer's with the weights of its version, and not with others."""
     states, policy = dict[int, dict[str, Any]](), both.policy
     with Episodes(both.leader, 20, answers(both.leader)) as episodes:
         for version in (0, 1, 1, 2):  # two slices of version 1
@@ -143,7 +162,9 @@ def test_each_token_has_the_version_that_sampled_it(both: Colocated) -> None:
         done = episodes.results(2)
     assert max(len(result.token_ids) for result in done) == 80
     for result in done:
-        segments = [(0, 0), (1, 20), (2, 60)][: 1 + sum(len(result.token_ids) > start for start in (20, 60))]
+        segments = [(0, 0), (1, 20), (2, 60)][
+            : 1 + sum(len(result.token_ids) > start for start in (20, 60))
+        ]
         assert (result.versions, result.weight_version) == (segments, segments[-1][0])
     gaps: dict[bool, list[float]] = {True: [], False: []}
     for version, state in reversed(states.items()):
@@ -151,7 +172,9 @@ def test_each_token_has_the_version_that_sampled_it(both: Colocated) -> None:
         policy.version = version
         for result in done:
             expected = policy.logprobs(result.ids)[len(result.prompt_ids) - 1 :]
-            sampled_by = [max(v for v, start in result.versions if start <= i) for i in range(len(expected))]
+            sampled_by = [
+                max(v for v, start in result.versions if start <= i) for i in range(len(expected))
+            ]
             for mine, theirs, by in zip(expected, result.logprobs, sampled_by, strict=True):
                 gaps[by == version].append(abs(mine - theirs))
     assert max(gaps[True]) < 1e-5
@@ -159,7 +182,7 @@ def test_each_token_has_the_version_that_sampled_it(both: Colocated) -> None:
 
 
 def test_an_answer_ends_where_it_would_end_uncut(leaders: dict[str, Leader]) -> None:
-    """An answer ends by its budget, by a stop token that is the last of a slice, or by the end of the context."""
+    """Return an answer ends by its budget, by a stop token that is the last of a slice, or by the end of the context."""
     leader, small = leaders["float32"], leaders["no cache"]
     long = next(one for one in uncut(leader) if len(one.token_ids) == 80)
     stop_at = next(i for i in range(5, 80) if long.token_ids[i] not in long.token_ids[:i])
@@ -170,21 +193,31 @@ def test_an_answer_ends_where_it_would_end_uncut(leaders: dict[str, Leader]) -> 
         (leader, 5, long.prompt_ids, replace(SAMPLED, max_tokens=27), 6, 27, "length"),
         (leader, stop_at + 1, long.prompt_ids, stopped, 1, stop_at + 1, "stop"),
         (small, 5, filled, replace(SAMPLED, temperature=0.0), 2, 10, "length"),
-    ]:  # fmt: skip
+    ]:
         with Episodes(engine, tokens, [answer(engine, prompt, sampling)]) as episodes:
             (done,) = episodes.results()
-            assert (len(done.token_ids), done.finish_reason, episodes.slices.opening) == (length, reason, openings)
+            assert (len(done.token_ids), done.finish_reason, episodes.slices.opening) == (
+                length,
+                reason,
+                openings,
+            )
         assert done == engine.thread.run(answer(engine, prompt, sampling)(None), 60, "an answer")  # type: ignore
 
 
-def test_an_evaluation_samples_while_answers_of_the_training_are_parked(leaders: dict[str, Leader]) -> None:
+def test_an_evaluation_samples_while_answers_of_the_training_are_parked(
+    leaders: dict[str, Leader],
+) -> None:
     """Its answers have no turnstile, so the closed gate does not hold them, and the parked answers do not change."""
     leader = leaders["float32"]
     expected = uncut(leader)
     with Episodes(leader, 7, answers(leader)) as episodes:
         parked = episodes.one_slice()
         assert uncut(leader) == expected
-        assert (episodes.slices.parked, episodes.slices.opening, episodes.slices.version) == (parked, 1, None)
+        assert (episodes.slices.parked, episodes.slices.opening, episodes.slices.version) == (
+            parked,
+            1,
+            None,
+        )
         assert episodes.results() == expected
 
 
@@ -209,7 +242,15 @@ def test_stop_conditions_that_could_lie_across_a_cut_are_refused(leaders: dict[s
     run = ClientRollout(client, start_server)
 
     async def episode(turnstile: Turnstile) -> list[Trajectory]:
-        llm = PolicyLLM(leader.engine, tokenizer, RolloutSettings(1, SAMPLED, 0, 1, 2), 0, 0, [5], turnstile=turnstile)
+        llm = PolicyLLM(
+            leader.engine,
+            tokenizer,
+            RolloutSettings(1, SAMPLED, 0, 1, 2),
+            0,
+            0,
+            [5],
+            turnstile=turnstile,
+        )
         return await run(llm, {}, SAMPLED)
 
     tokenizer = AutoTokenizer.from_pretrained(leader.engine.settings.model)
@@ -226,7 +267,11 @@ def test_carried_prompts_may_be_more_than_a_step_holds(leaders: dict[str, Leader
     """On a CPU, vLLM would split a prompt, and then fail."""
     leader = leaders["float32"]
     prompts = [[14 + i % 50, *[20 + (i + j) % 50 for j in range(90 + i)]] for i in range(48)]
-    assert sum(map(len, prompts)) > 2048 == leader.engine.llm.vllm_config.scheduler_config.max_num_batched_tokens
+    assert (
+        sum(map(len, prompts))
+        > 2048
+        == leader.engine.llm.vllm_config.scheduler_config.max_num_batched_tokens
+    )
     short = replace(SAMPLED, max_tokens=12)
     with Episodes(leader, 12, [answer(leader, prompt, short) for prompt in prompts]) as episodes:
         expected = episodes.results()
@@ -259,8 +304,10 @@ class FourTurns:
                 kit.calls += 1
                 return "seen"
 
-        async def custom(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> list[Trajectory]:
-            """Has two conversations of four turns; the second's trajectory is assembled by hand."""
+        async def custom(
+            llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings
+        ) -> list[Trajectory]:
+            """Have two conversations of four turns; the second's trajectory is assembled by hand."""
 
             async def talk() -> Any:
                 chat = llm.conversation()
@@ -275,14 +322,18 @@ class FourTurns:
             return [first, Trajectory(0, 0, second.prompt_ids, **parts)]
 
         async def client(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-            async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=120) as api:
+            async with openai.AsyncOpenAI(
+                base_url=base_url, api_key=api_key, max_retries=0, timeout=120
+            ) as api:
                 messages: list[Any] = [{"role": "user", "content": row["question"]}]
                 for turn in range(4):
                     options: dict[str, Any] = (
                         {"logprobs": True, "top_logprobs": 2} if turn == 1 else {"n": 1 + turn % 2}
                     )
                     answer = await api.chat.completions.create(model=model, messages=messages, **options)
-                    self.seen.append([(c.message.content, c.logprobs and c.logprobs.content) for c in answer.choices])
+                    self.seen.append(
+                        [(c.message.content, c.logprobs and c.logprobs.content) for c in answer.choices]
+                    )
                     messages += [answer.choices[0].message, {"role": "user", "content": await look()}]
                 stream = await api.chat.completions.create(model=model, messages=messages, stream=True)
                 self.seen.append("".join([part.choices[0].delta.content or "" async for part in stream]))
@@ -298,7 +349,9 @@ class FourTurns:
         }
 
 
-def test_a_tool_that_hangs_ends_by_its_time_out_between_slices(leaders: dict[str, Leader], tiny_qwen2: Path) -> None:
+def test_a_tool_that_hangs_ends_by_its_time_out_between_slices(
+    leaders: dict[str, Leader], tiny_qwen2: Path
+) -> None:
     leader, tokenizer = leaders["float32"], AutoTokenizer.from_pretrained(tiny_qwen2)
     settings = RolloutSettings(2, STOPPING, policy_version=0, seed=1, step=2)
 
@@ -331,7 +384,9 @@ def test_rollouts_in_slices_equal_uncut_ones_and_make_as_many_calls(
     def episode(kit: FourTurns, place: int) -> Episode[list[Trajectory]]:
         async def run(turnstile: Turnstile | None) -> list[Trajectory]:
             ids, messages = [5, 6 + place], [{"role": "user", "content": "?"}]
-            llm = PolicyLLM(leader.engine, tokenizer, settings, place, 1, ids, messages, turnstile=turnstile)
+            llm = PolicyLLM(
+                leader.engine, tokenizer, settings, place, 1, ids, messages, turnstile=turnstile
+            )
             done = await run_episode(kit.functions[level], llm, {"question": f"{place} + 2?"})
             for trajectory in done:
                 trajectory.metrics.pop("tools/seconds", None)

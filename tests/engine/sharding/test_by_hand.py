@@ -1,4 +1,4 @@
-"""Runs the programs of docs/engines.md and scripts/examples/reinforce_loop.py with a tiny model."""
+"""Run the programs of docs/engines.md and scripts/examples/reinforce_loop.py with a tiny model."""
 
 import json
 import os
@@ -18,20 +18,22 @@ TRAINED = "[parameter.data.mul_(1 + 0.5 * step) for _, parameter in actor.named_
 
 
 def code_with(call: str) -> str:
-    """The page's program that contains this call."""
+    """Return the page's program that contains this call."""
     page = (ROOT / "docs" / "engines.md").read_text()
     (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if call in code)
     return code
 
 
 def printed_by(code: str, model: Path, folder: Path, *arguments: str) -> str:
-    """Runs a program beside a run's folder with this model; returns what it prints."""
+    """Run a program beside a run's folder with this model; return what it prints."""
     (folder / "runs" / "arithmetic").mkdir(parents=True)
     (folder / "runs" / "arithmetic" / "model").symlink_to(model)
     (folder / "by_hand.py").write_text(code)
     environment = os.environ | {"PYTHONPATH": str(ROOT), ENGINES: "1"}
     command = [*PYTHON, str(folder / "by_hand.py"), *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -41,13 +43,15 @@ def test_the_example_loop_trains_and_its_parts_agree(tiny_qwen2: Path, tmp_path:
     code = (ROOT / "scripts" / "examples" / "reinforce_loop.py").read_text()
     printed = printed_by(code, tiny_qwen2, tmp_path, str(tiny_qwen2))
     steps = re.findall(rf"^(\d) (\d) .*'loss': ({NUMBER}), 'gap': ({NUMBER})", printed, re.MULTILINE)
-    assert [(step, version) for step, version, _, _ in steps] == [("0", "0"), ("1", "1"), ("2", "2")], printed
+    assert [(step, version) for step, version, _, _ in steps] == [("0", "0"), ("1", "1"), ("2", "2")], (
+        printed
+    )
     assert all(float(gap) < 1e-4 for *_, gap in steps) and any(float(loss) for _, _, loss, _ in steps)
 
 
 @pytest.mark.parametrize("call", ["update_weights_via_ipc_zmq(", "update_weights_from_collective("])
 def test_a_policy_updates_nemo_rls_engines(call: str, tiny_qwen2: Path, tmp_path: Path) -> None:
-    """Weights change where the page says `train here`; plain Transformers with the same changes answers the same."""
+    """Return weights change where the page says `train here`; plain Transformers with the same changes answers the same."""
     code = code_with(call)
     assert code.count("\n") < 40
     code, changes = re.subn(r"# train here.*", TRAINED, code)
@@ -59,5 +63,7 @@ def test_a_policy_updates_nemo_rls_engines(call: str, tiny_qwen2: Path, tmp_path
         with torch.no_grad():
             for parameter in expected.model.parameters():
                 parameter.mul_(1 + 0.5 * step)
-        assert torch.tensor(logprobs[0][3:]).allclose(torch.tensor(expected.logprobs(ids[0])[2:]), atol=1e-4), printed
+        assert torch.tensor(logprobs[0][3:]).allclose(
+            torch.tensor(expected.logprobs(ids[0])[2:]), atol=1e-4
+        ), printed
     assert len({logprobs for *_, logprobs in answers}) > 1

@@ -47,12 +47,14 @@ class Apart:
         return [leader.thread.submit(action(leader.engine)) for leader in self.engines]
 
     def join(self, settings: SyncSettings) -> CollectiveSender:
-        """Makes a sender, and has both engines join its group."""
+        """Make a sender, and have both engines join its group."""
         world_size, ranks = engine_ranks(2, 1)
         sender = CollectiveSender(self.source(), torch.device("cpu"), settings, workers=2)
         calls = [
             leader.thread.submit(
-                leader.engine.init_collective_async(first - 1, sender.ip, sender.port, world_size, 1, settings.timeout)
+                leader.engine.init_collective_async(
+                    first - 1, sender.ip, sender.port, world_size, 1, settings.timeout
+                )
             )
             for leader, first in zip(self.engines, ranks, strict=True)
         ]
@@ -69,11 +71,13 @@ class Apart:
         self.sender.send(self.policy.version, self.update())
 
     def gaps(self) -> list[float]:
-        """The largest difference of each engine's log-probabilities from plain Transformers'."""
+        """Return the largest difference of each engine's log-probabilities from plain Transformers'."""
         gaps = []
         for leader in self.engines:
             sampling = SamplingSettings(max_tokens=24)
-            request = leader.engine.complete(PROMPT, sampling, seed=1, policy_version=self.policy.version)
+            request = leader.engine.complete(
+                PROMPT, sampling, seed=1, policy_version=self.policy.version
+            )
             sampled = leader.thread.run(request, 60, "a completion")
             expected = self.policy.logprobs(PROMPT + sampled.token_ids)[len(PROMPT) - 1 :]
             gaps.append(max(abs(a - b) for a, b in zip(expected, sampled.logprobs, strict=True)))
@@ -82,7 +86,7 @@ class Apart:
 
 @pytest.fixture(scope="module")
 def apart(tiny_model: TinyModel) -> Iterator[Apart]:
-    """The policy and the engines that all tests of this file share."""
+    """Yield the policy and the engines that all tests of this file share."""
     apart = Apart(tiny_model())
     yield apart
     apart.sender.close()
@@ -98,7 +102,7 @@ def test_broadcast_weights_are_the_policys_on_every_engine(apart: Apart) -> None
 
 
 def fail(apart: Apart, seconds: float = 30.0) -> str:
-    """Makes an update that must fail on the trainer and on both engines, and leave no version; returns the error."""
+    """Make an update that must fail on the trainer and on both engines, and leave no version; return the error."""
     calls = apart.update(seconds)
     with pytest.raises(RemoteError) as caught:
         apart.sender.send(apart.policy.version + 1, calls)
@@ -109,8 +113,10 @@ def fail(apart: Apart, seconds: float = 30.0) -> str:
     return str(caught.value)
 
 
-def replace_parameter(apart: Apart, patch: pytest.MonkeyPatch, old: str, changes: dict[str, Any]) -> None:
-    """Makes the sender announce and send a weight under another name, in another shape, or not at all."""
+def replace_parameter(
+    apart: Apart, patch: pytest.MonkeyPatch, old: str, changes: dict[str, Any]
+) -> None:
+    """Make the sender announce and send a weight under another name, in another shape, or not at all."""
     parameters = []
     for parameter in apart.sender._update.parameters:
         if parameter.name != old:
@@ -123,10 +129,22 @@ def replace_parameter(apart: Apart, patch: pytest.MonkeyPatch, old: str, changes
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("model.layers.1.self_attn.k_proj.weight", {"name": "model.layers.1.self_attn.kk_proj.weight"}, "kk_proj"),
+        (
+            "model.layers.1.self_attn.k_proj.weight",
+            {"name": "model.layers.1.self_attn.kk_proj.weight"},
+            "kk_proj",
+        ),
         ("model.layers.0.mlp.down_proj.weight", {}, "down_proj"),
-        ("model.layers.1.post_attention_layernorm.weight", {"shape": (2, 32)}, "post_attention_layernorm"),
-        ("model.norm.weight", {"dtype": "float64", "shape": (32,)}, "model.norm.weight comes as float64"),
+        (
+            "model.layers.1.post_attention_layernorm.weight",
+            {"shape": (2, 32)},
+            "post_attention_layernorm",
+        ),
+        (
+            "model.norm.weight",
+            {"dtype": "float64", "shape": (32,)},
+            "model.norm.weight comes as float64",
+        ),
     ],
     ids=["renamed", "missing", "wrong-shape", "wrong-dtype"],
 )
@@ -142,8 +160,12 @@ def test_a_weight_that_does_not_fit_fails_the_update_on_all_engines(
     assert max(apart.gaps()) < 1e-4
 
 
-@pytest.mark.parametrize(("extra", "message"), [(1, "arrived a second time"), (-1, "announced but never sent")])
-def test_a_weight_that_comes_twice_or_not_at_all_is_an_error(apart: Apart, extra: int, message: str) -> None:
+@pytest.mark.parametrize(
+    ("extra", "message"), [(1, "arrived a second time"), (-1, "announced but never sent")]
+)
+def test_a_weight_that_comes_twice_or_not_at_all_is_an_error(
+    apart: Apart, extra: int, message: str
+) -> None:
     parameters = apart.sender._update.parameters
     sent = [*parameters, parameters[-1]] if extra > 0 else parameters[:-1]
     with pytest.MonkeyPatch.context() as patch:
@@ -171,7 +193,7 @@ def test_the_refusal_of_one_worker_fails_all_and_names_it(apart: Apart) -> None:
 
 
 def test_weights_of_an_iterator_are_sent_once_and_cannot_be_compared(apart: Apart) -> None:
-    """The first engine keeps weights as they are sent, so a source that can be read twice would be compared with it."""
+    """Return the first engine keeps weights as they are sent, so a source that can be read twice would be compared with it."""
     apart.policy.randomise(apart.policy.version + 50)
     stream = StreamSource(apart.sender.refit_info(), apart.policy.model.named_parameters())
     with pytest.MonkeyPatch.context() as patch:
@@ -193,9 +215,13 @@ def test_a_wrong_byte_on_the_way_is_found_by_digests(apart: Apart) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(apart.sender._update.source, "gather_into", flipped)
-        patch.setattr(Link, "post", lambda link, kind, **fields: [kinds.append(kind), post(link, kind, **fields)])
+        patch.setattr(
+            Link, "post", lambda link, kind, **fields: [kinds.append(kind), post(link, kind, **fields)]
+        )
         error = fail(apart)
-    assert {"bucket", "finish"} < set(kinds) and "compare" not in kinds, "digests must find it, without a second send"
+    assert {"bucket", "finish"} < set(kinds) and "compare" not in kinds, (
+        "digests must find it, without a second send"
+    )
     assert "the worker on weights rank 1 does not hold what was sent: model.norm.weight differ" in error
 
 
@@ -205,7 +231,9 @@ def test_memory_is_bounded_by_two_buckets_and_does_not_grow(apart: Apart) -> Non
     report = apart.sender.send(apart.policy.version, apart.update())
     assert report.staging_bytes <= 2 * max(SETTINGS.bucket_bytes, largest + 512)
     once = BucketPlan(apart.sender._update.parameters, SETTINGS.bucket_bytes).nbytes
-    assert (report.nbytes, report.verified) == (once, "full"), "must be compared by digests, not sent again"
+    assert (report.nbytes, report.verified) == (once, "full"), (
+        "must be compared by digests, not sent again"
+    )
     resident = []
     for _ in range(10):
         apart.sender.send(apart.policy.version, apart.update())
@@ -216,7 +244,9 @@ def test_memory_is_bounded_by_two_buckets_and_does_not_grow(apart: Apart) -> Non
 
 def test_engine_and_trainer_agree_on_names_shapes_and_dtypes(apart: Apart) -> None:
     for leader in apart.engines:
-        (answer,) = leader.thread.run(leader.engine.call_workers("hotbunk_model_metadata"), 30, "metadata")
+        (answer,) = leader.thread.run(
+            leader.engine.call_workers("hotbunk_model_metadata"), 30, "metadata"
+        )
         assert answer["error"] is None
         assert differences(apart.sender.refit_info(), answer["weights"]) == []
         config = AutoConfig.from_pretrained(apart.folder)
@@ -229,7 +259,9 @@ def test_joining_twice_changes_nothing_and_wrong_ranks_are_named(apart: Apart) -
     sender = apart.sender
 
     def join(prefix: int, port: int, world_size: int) -> None:
-        thread.run(engine.init_collective_async(prefix, sender.ip, port, world_size, 1, 2.0), 30, "joining")
+        thread.run(
+            engine.init_collective_async(prefix, sender.ip, port, world_size, 1, 2.0), 30, "joining"
+        )
 
     def ready() -> list[bool]:
         return thread.run(engine.call_workers("check_collective_ready"), 30, "asking")
@@ -239,9 +271,13 @@ def test_joining_twice_changes_nothing_and_wrong_ranks_are_named(apart: Apart) -
     apart.send()  # the group has not changed
     second, second_thread = apart.engines[1].engine, apart.engines[1].thread
     with pytest.raises(RuntimeError, match=r"rank 1 of the weights group is taken by pid \d+"):
-        second_thread.run(second.init_collective_async(0, sender.ip, sender.port, 3, 1, 2.0), 30, "joining")
+        second_thread.run(
+            second.init_collective_async(0, sender.ip, sender.port, 3, 1, 2.0), 30, "joining"
+        )
     with pytest.raises(RuntimeError, match="rank 4 of 5 does not belong to the trainer's weights group"):
-        second_thread.run(second.init_collective_async(3, sender.ip, sender.port, 5, 1, 2.0), 30, "joining")
+        second_thread.run(
+            second.init_collective_async(3, sender.ip, sender.port, 5, 1, 2.0), 30, "joining"
+        )
     with pytest.raises(RuntimeError, match=r"no trainer at 127\.0\.0\.1:9 within 2 s"):
         join(0, 9, 3)
     assert ready() == [False]
@@ -259,7 +295,11 @@ def test_patches_leave_a_real_engine_with_the_policys_weights(apart: Apart) -> N
     engines, settings = apart.engines, replace(SETTINGS, verify="sample", delta=True)
     first = engines[0]
     apart.sender = CollectiveSender(apart.source(), torch.device("cpu"), settings, workers=1)
-    calls = [first.thread.submit(first.engine.init_collective_async(0, apart.sender.ip, apart.sender.port, 2, 1, 30.0))]
+    calls = [
+        first.thread.submit(
+            first.engine.init_collective_async(0, apart.sender.ip, apart.sender.port, 2, 1, 30.0)
+        )
+    ]
     apart.sender.connect(calls)
     reports = []
     apart.engines = engines[:1]
@@ -288,7 +328,10 @@ def test_a_silent_engine_ends_the_update_and_a_new_group_repairs_it(apart: Apart
         call.result(60)
     with pytest.raises(RemoteError, match="make a new CollectiveSender"):
         apart.sender.send(apart.policy.version + 1)
-    ready = [call.result(30) for call in apart.call(lambda engine: engine.call_workers("check_collective_ready"))]
+    ready = [
+        call.result(30)
+        for call in apart.call(lambda engine: engine.call_workers("check_collective_ready"))
+    ]
     assert ready == [[False], [False]]
     apart.sender.close()
     apart.sender = apart.join(SETTINGS)
@@ -330,7 +373,7 @@ def test_weights_from_a_folder_are_the_policys_or_raise(apart: Apart, tmp_path: 
 
 
 def test_a_killed_engine_ends_the_update_on_all_engines(apart: Apart) -> None:
-    """This test is the file's last, since it leaves only one engine."""
+    """Return this test is the file's last, since it leaves only one engine."""
     first, second = apart.engines
     gather, calls = apart.sender._update.source.gather_into, []
 
@@ -354,6 +397,8 @@ def test_a_killed_engine_ends_the_update_on_all_engines(apart: Apart) -> None:
 
 
 def pid_of(leader: Any) -> int:
-    """The process id of the worker, which every error names."""
-    (answer,) = leader.thread.run(leader.engine.call_workers("prepare_refit_info", {"w": [[1], "int8"]}), 30, "a look")
+    """Return the process id of the worker, which every error names."""
+    (answer,) = leader.thread.run(
+        leader.engine.call_workers("prepare_refit_info", {"w": [[1], "int8"]}), 30, "a look"
+    )
     return int(answer["error"].split("(pid ")[1].split(")")[0])

@@ -40,14 +40,18 @@ def test_an_engine_computes_with_the_decay_of_every_version(
             with both.manager.generation_shift(both.policy):
                 report = both.manager.report
                 assert report.verified == "full" and report.unreplayable is not None
-                assert [name for name in report.unreplayable if name.endswith("A_log")] == [*report.unreplayable]
+                assert [name for name in report.unreplayable if name.endswith("A_log")] == [
+                    *report.unreplayable
+                ]
                 sampled = both.complete(PROMPT, SAMPLING, seed)
                 assert both.gap(PROMPT, sampled, 1.0) < 1e-4
                 answers = [both.complete([token + 1 for token in PROMPT], SAMPLING, seed), sampled]
         if shared:  # of Granite's small layers a wrong state moves answers by less
             assert_a_shifted_pack_is_named(both.policy, answers, monkeypatch)
         else:  # the policy's own memory would keep its old values, too
-            [outcome] = both.leader.thread.run(both.leader.engine.ask_workers("keep_stale", ".A"), 60, "a fault")
+            [outcome] = both.leader.thread.run(
+                both.leader.engine.ask_workers("keep_stale", ".A"), 60, "a fault"
+            )
             both.policy.randomise(4)
             both.manager.sleep()
             with pytest.raises(RemoteError, match=r"does not hold what was sent: .*A_log"):
@@ -59,7 +63,7 @@ def test_an_engine_computes_with_the_decay_of_every_version(
 def assert_a_shifted_pack_is_named(
     policy: HfPolicy, answers: list[Generation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trainer that packs these answers agrees with the engine, and is told apart once a boundary is off by one."""
+    """Return a trainer that packs these answers agrees with the engine, and is told apart once a boundary is off by one."""
     samples = []
     for answer in answers:
         trajectory = Trajectory(0, 0, answer.prompt_ids)
@@ -67,24 +71,31 @@ def assert_a_shifted_pack_is_named(
         samples.append(to_sample(trajectory))
     [batch] = micro_batches(samples, 4000, 0, "cpu", count=1, packing=True)
     policy.model.set_attn_implementation(attention.implementation("sdpa", policy.model))
-    trained, sections = module.PolicyModule(policy.model), {"model": {"path": "m"}, "data": {"path": "d"}}
+    trained, sections = (
+        module.PolicyModule(policy.model),
+        {"model": {"path": "m"}, "data": {"path": "d"}},
+    )
     config = TrainConfig.model_validate(sections | {"policy": {"dtype": "float32"}})
 
     @torch.no_grad()
     def gap() -> dict[str, float]:
         logprobs = module.outputs(trained, batch, 1.0).logprobs
-        return engine_gap([(batch.trained(logprobs), batch.trained(batch.engine_logprobs))], config.algorithm)
+        return engine_gap(
+            [(batch.trained(logprobs), batch.trained(batch.engine_logprobs))], config.algorithm
+        )
 
     assert gap()["gap/max"] < 1e-4
     check_first_gap(gap(), config)
     with monkeypatch.context() as patch:
         patch.setattr(module, "trunk_inputs", shifted_inputs)
-        with pytest.raises(UserError, match=r"nats apart on average in the first step.*batch.packing false"):
+        with pytest.raises(
+            UserError, match=r"nats apart on average in the first step.*batch.packing false"
+        ):
             check_first_gap(gap(), config)
 
 
 def assert_a_packed_convolution_is_named(both: Colocated) -> None:
-    """A convolution that vLLM has packed is not written as it is, and no update of it is called verified."""
+    """Return a convolution that vLLM has packed is not written as it is, and no update of it is called verified."""
     [outcome] = both.leader.thread.run(both.leader.engine.ask_workers("pack_convolution"), 60, "a fault")
     both.policy.randomise(4)
     both.manager.sleep()
@@ -93,17 +104,23 @@ def assert_a_packed_convolution_is_named(both: Colocated) -> None:
 
 
 def test_a_buffer_that_is_not_sent_is_named_in_the_first_sync(tmp_path: Path) -> None:
-    """The routers' correction bias is a buffer in Transformers, and a parameter in vLLM."""
+    """Return the routers' correction bias is a buffer in Transformers, and a parameter in vLLM."""
     make_family("glm4_moe", tmp_path)
     policy = HfPolicy(tmp_path)
     source = FsdpWeightSource(
-        [(name, p) for name, p in parameter_names(policy.model).items() if not name.endswith("correction_bias")],
+        [
+            (name, p)
+            for name, p in parameter_names(policy.model).items()
+            if not name.endswith("correction_bias")
+        ],
         torch.float32,
         lambda name, shape: checkpoint_views(policy.model, name, shape),
     )
     with Colocated(tmp_path, policy=policy, source=source) as both:
         both.manager.sleep()
-        with pytest.raises(RemoteError, match=r"never sent, so the engine would keep old values: .*correction_bias"):
+        with pytest.raises(
+            RemoteError, match=r"never sent, so the engine would keep old values: .*correction_bias"
+        ):
             both.manager.wake(policy)
 
 
@@ -112,6 +129,8 @@ def test_a_model_that_vllm_cannot_start_is_refused_by_name_without_a_traceback(
 ) -> None:
     """OLMo-Hybrid's layers need Triton, which a CPU does not have."""
     make_family("olmo_hybrid", tmp_path)
-    with pytest.raises(ValueError, match="vLLM cannot start OlmoHybridForCausalLM here .*triton.*: use another model"):
+    with pytest.raises(
+        ValueError, match="vLLM cannot start OlmoHybridForCausalLM here .*triton.*: use another model"
+    ):
         start_engine(tmp_path, dtype="bfloat16")
     assert "Traceback" not in capfd.readouterr().err

@@ -34,7 +34,7 @@ PROMPT = [14, 50, 77, 120, 9]
 
 @pytest.fixture(scope="module")
 def leaders(tiny_qwen2: Path) -> Iterator[tuple[Leader, Leader]]:
-    """An engine that applies adapters, and one without; they are forked, as there is no process group yet."""
+    """Yield an engine that applies adapters, and one without; they are forked, as there is no process group yet."""
     leaders = start_engine(tiny_qwen2, lora_rank=LORA.rank, keyed_noise=True), start_engine(tiny_qwen2)
     yield leaders
     for leader in leaders:
@@ -43,7 +43,7 @@ def leaders(tiny_qwen2: Path) -> Iterator[tuple[Leader, Leader]]:
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Leader]:
-    """An engine large enough that bfloat16 routes more than one in twenty tokens differently."""
+    """Yield an engine large enough that bfloat16 routes more than one in twenty tokens differently."""
     folder = make_tiny_model(
         tmp_path_factory.mktemp("mixture"), architecture="qwen3_moe", tied=False, layers=4, experts=16
     )
@@ -53,13 +53,17 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Leader]:
 
 
 @pytest.fixture(scope="module")
-def policy(tiny_qwen2: Path, leaders: tuple[Leader, Leader], mixture: Leader, one_rank: None) -> FsdpPolicy:
-    return FsdpPolicy(ModelConfig(path=str(tiny_qwen2)), PolicyConfig(dtype="float32"), torch.device("cpu"), lora=LORA)
+def policy(
+    tiny_qwen2: Path, leaders: tuple[Leader, Leader], mixture: Leader, one_rank: None
+) -> FsdpPolicy:
+    return FsdpPolicy(
+        ModelConfig(path=str(tiny_qwen2)), PolicyConfig(dtype="float32"), torch.device("cpu"), lora=LORA
+    )
 
 
 @torch.no_grad()
 def learn(policy: FsdpPolicy, seed: int, scale: float = 0.2) -> None:
-    """Gives the adapters random values, B not 0, and the next version."""
+    """Give the adapters random values, B not 0, and the next version."""
     generator = torch.Generator().manual_seed(seed)
     for factor in factors(policy.model).values():
         factor.to_local().copy_(torch.randn(factor.shape, generator=generator) * scale)
@@ -67,12 +71,19 @@ def learn(policy: FsdpPolicy, seed: int, scale: float = 0.2) -> None:
 
 
 @contextmanager
-def manager(leader: Leader, policy: FsdpPolicy, source: WeightSource, alone: bool) -> Iterator[ShardingManager]:
-    """A manager with buckets far smaller than the adapter."""
+def manager(
+    leader: Leader, policy: FsdpPolicy, source: WeightSource, alone: bool
+) -> Iterator[ShardingManager]:
+    """Return a manager with buckets far smaller than the adapter."""
     adapter = adapter_format(policy.model, LORA) if alone else None
     with tempfile.TemporaryDirectory(prefix="hotbunk-test-") as folder:
         shifts = ShardingManager(
-            source, policy.device, SyncSettings("full", 1 << 14, 60), Path(folder), leader=leader, adapter=adapter
+            source,
+            policy.device,
+            SyncSettings("full", 1 << 14, 60),
+            Path(folder),
+            leader=leader,
+            adapter=adapter,
         )
         shifts.connect()
         try:
@@ -84,7 +95,7 @@ def manager(leader: Leader, policy: FsdpPolicy, source: WeightSource, alone: boo
 def peft_logprobs(
     policy: FsdpPolicy, base: Path, folder: Path, token_ids: list[int]
 ) -> tuple[list[float], list[float]]:
-    """Log-probabilities of `token_ids[1:]` from PEFT with the exported adapter, and from the base model."""
+    """Return log-probabilities of `token_ids[1:]` from PEFT with the exported adapter, and from the base model."""
     save_adapter(policy.model, LORA, str(base), folder)
     model = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder
@@ -101,11 +112,13 @@ def peft_logprobs(
 
 
 def largest(first: list[float], second: list[float]) -> float:
-    """The largest absolute difference."""
+    """Return the largest absolute difference."""
     return max(abs(a - b) for a, b in zip(first, second, strict=True))
 
 
-def check_shifts(shifts: ShardingManager, leader: Leader, policy: FsdpPolicy, base: Path, folder: Path) -> None:
+def check_shifts(
+    shifts: ShardingManager, leader: Leader, policy: FsdpPolicy, base: Path, folder: Path
+) -> None:
     """Two versions agree with PEFT on the same prompt, whose cached prefix the second must not use."""
     for seed in (1, 2):
         learn(policy, seed)
@@ -138,28 +151,38 @@ def test_an_adapter_sent_alone_gives_pefts_log_probabilities(
 
 
 def check_slices(leader: Leader, version: int) -> None:
-    """An answer with the adapter is the same in slices: its cached prefix belongs to the adapter, too."""
+    """Return an answer with the adapter is the same in slices: its cached prefix belongs to the adapter, too."""
 
     async def answer(turnstile: Turnstile | None) -> Generation:
         settings = SamplingSettings(max_tokens=60)
-        return await leader.engine.complete(PROMPT, settings, seed=5, policy_version=version, turnstile=turnstile)
+        return await leader.engine.complete(
+            PROMPT, settings, seed=5, policy_version=version, turnstile=turnstile
+        )
 
     uncut = leader.thread.run(answer(None), 60, "a completion")
     with Episodes(leader, 7, [answer]) as episodes:
         (cut,) = episodes.results(version)
-    assert (cut.token_ids, cut.finish_reason, cut.versions) == (uncut.token_ids, uncut.finish_reason, [(version, 0)])
+    assert (cut.token_ids, cut.finish_reason, cut.versions) == (
+        uncut.token_ids,
+        uncut.finish_reason,
+        [(version, 0)],
+    )
     assert cut.logprobs == pytest.approx(uncut.logprobs, abs=1e-4)
 
 
 def check_prefix_mismatch(leader: Leader, policy: FsdpPolicy) -> None:
-    """Names that vLLM has in no module raise; elsewhere such adapters silently have no effect."""
+    """Name that vLLM has in no module raise; elsewhere such adapters silently have no effect."""
     wrong = FsdpWeightSource(
         list(factors(policy.model).items()),
         torch.float32,
-        lambda name, shape: one_piece("base_model.model.transformer." + name.replace(".default.", "."), shape),
+        lambda name, shape: one_piece(
+            "base_model.model.transformer." + name.replace(".default.", "."), shape
+        ),
     )
     with manager(leader, policy, wrong, alone=True) as shifts:
-        with pytest.raises(RemoteError, match="read by no part of the engine's model: base_model.model.transformer"):
+        with pytest.raises(
+            RemoteError, match="read by no part of the engine's model: base_model.model.transformer"
+        ):
             shifts.wake(policy)
     with pytest.raises(EngineStateError, match="no version"):
         leader.engine.state.usable_version()
@@ -175,8 +198,10 @@ def test_merged_copies_give_pefts_log_probabilities(
         assert shifts.report.verified == "full"
 
 
-def test_adapters_on_a_mixture_are_merged_and_replay_the_engines_routes(mixture: Leader, one_rank: None) -> None:
-    """The engine is in bfloat16, and the float32 trainer is closer to it with its routes."""
+def test_adapters_on_a_mixture_are_merged_and_replay_the_engines_routes(
+    mixture: Leader, one_rank: None
+) -> None:
+    """Return the engine is in bfloat16, and the float32 trainer is closer to it with its routes."""
     lora = LoraConfig(rank=4, alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     model = ModelConfig(path=mixture.engine.settings.model, routes="engine")
     policy = FsdpPolicy(model, PolicyConfig(dtype="float32"), torch.device("cpu"), lora=lora)
@@ -189,12 +214,17 @@ def test_adapters_on_a_mixture_are_merged_and_replay_the_engines_routes(mixture:
             with shifts.generation_shift(policy):
                 sampled = mixture.thread.run(answers(mixture, policy.version), 60, "answers")
         assert shifts.report.verified == "full" and shifts.report.unreplayable == {}
-    gaps_by_replay = gaps(lambda batch: policy.score([batch], 1.0)[0].logprobs, sampled, policy.routing.format)
+    gaps_by_replay = gaps(
+        lambda batch: policy.score([batch], 1.0)[0].logprobs, sampled, policy.routing.format
+    )
     assert_replay_helps(gaps_by_replay)
 
 
 async def answers(leader: Leader, version: int) -> list[Generation]:
-    """Samples 16 answers at the same time."""
+    """Sample 16 answers at the same time."""
     settings, prompts = SamplingSettings(max_tokens=100), [[14, 50, 77, n] for n in range(120, 136)]
-    calls = [leader.engine.complete(p, settings, seed=n, policy_version=version) for n, p in enumerate(prompts)]
+    calls = [
+        leader.engine.complete(p, settings, seed=n, policy_version=version)
+        for n, p in enumerate(prompts)
+    ]
     return await asyncio.gather(*calls)

@@ -30,20 +30,20 @@ SAMPLING = SamplingSettings(max_tokens=24)
 
 
 def answer(both: Colocated) -> Generation:
-    """Runs a complete generation shift, and samples an answer in it."""
+    """Run a complete generation shift, and sample an answer in it."""
     with both.manager.generation_shift(both.policy):
         assert both.manager.report.verified == "full"
         return both.complete(PROMPT, SAMPLING)
 
 
 def asleep(both: Colocated, kill: Callable[[], None]) -> None:
-    """Kills the engine while it sleeps."""
+    """Kill the engine while it sleeps."""
     kill()
     both.manager.wake(both.policy)
 
 
 def in_the_update(both: Colocated, kill: Callable[[], None]) -> None:
-    """Kills the engine during an update."""
+    """Kill the engine during an update."""
     gather = both.source.gather_into
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(both.source, "gather_into", lambda *arguments: (gather(*arguments), kill()))
@@ -51,10 +51,12 @@ def in_the_update(both: Colocated, kill: Callable[[], None]) -> None:
 
 
 def in_a_rollout(both: Colocated, kill: Callable[[], None]) -> None:
-    """Kills the engine while it answers."""
+    """Kill the engine while it answers."""
     both.manager.wake(both.policy)
     engine = both.leader.engine
-    call = engine.complete(PROMPT, SamplingSettings(max_tokens=200), seed=1, policy_version=both.policy.version)
+    call = engine.complete(
+        PROMPT, SamplingSettings(max_tokens=200), seed=1, policy_version=both.policy.version
+    )
     answering = both.leader.thread.submit(call)
     kill()
     assert type(answering.exception(60)).__name__ == "EngineDeadError"
@@ -62,7 +64,7 @@ def in_a_rollout(both: Colocated, kill: Callable[[], None]) -> None:
 
 
 def falling_asleep(both: Colocated, kill: Callable[[], None]) -> None:
-    """Kills the engine as it goes to sleep."""
+    """Kill the engine as it goes to sleep."""
     both.manager.wake(both.policy)
     kill()
     both.manager.sleep()
@@ -74,7 +76,7 @@ def restart(both: Colocated) -> None:
 
 
 def die_and_come_back(both: Colocated, dying: Callable[[Colocated, Callable[[], None]], None]) -> None:
-    """A restarted engine gives the same answer from weights sent whole, and nothing is left of the dead one."""
+    """Return a restarted engine gives the same answer from weights sent whole, and nothing is left of the dead one."""
     both.policy.randomise(both.policy.version + 7)
     expected = answer(both)
     assert both.leader.thread.run(both.leader.engine.death(), 20, "asking") == ""
@@ -150,13 +152,19 @@ class Desks:
         self.environment = Desk
 
     def rolled_out(self, pool: Pool, prompts: list[Prompt], settings: RolloutSettings) -> dict[Any, Any]:
-        """Runs a rollout; returns what each trajectory sampled, by prompt and sample."""
+        """Run a rollout; return what each trajectory sampled, by prompt and sample."""
         self.inside, self.opened, self.closed, self.all_in = 0, 0, 0, asyncio.Event()
         answers = pool.run(prompts, settings, Terms(60))
         assert len(answers) == self.opened == self.closed == self.count
         ended = {(a.prompt_index, a.sample_index): a.trajectory for a in answers}
-        assert len(ended) == self.count and all(t and not t.error and t.turns == 2 for t in ended.values())
-        return {place: (t.response_ids, t.loss_mask, t.metrics["tools/calls"]) for place, t in ended.items() if t}
+        assert len(ended) == self.count and all(
+            t and not t.error and t.turns == 2 for t in ended.values()
+        )
+        return {
+            place: (t.response_ids, t.loss_mask, t.metrics["tools/calls"])
+            for place, t in ended.items()
+            if t
+        }
 
 
 @pytest.mark.parametrize("both", [False], indirect=True, ids=["staged"])
@@ -165,13 +173,18 @@ def test_no_trajectory_in_a_tool_is_lost_or_doubled_when_its_engine_dies(
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(both.leader.engine.settings.model)
     desks, rewards = Desks(64), RewardPool(RewardConfig(functions=[]))
-    agent = Agent(ToolRunner(ToolLimits(max_concurrency=64), tokenizer), lambda _: [ToolCall("look", {})], 2)
+    agent = Agent(
+        ToolRunner(ToolLimits(max_concurrency=64), tokenizer), lambda _: [ToolCall("look", {})], 2
+    )
     function = environment_rollout(desks.environment, {}, agent)
     level: Any = SimpleNamespace(function=function, image_rules=None, messages=lambda prompts: None)
     pool = Pool(both.leader, tokenizer, rewards, HashStore(), level)
     prompts = [Prompt(n, (*PROMPT, n), {}) for n in range(16)]
-    ends = [*range(0, both.policy.model.config.vocab_size, 2)]  # an answer without an end would call no tool
-    settings = RolloutSettings(4, SamplingSettings(40, stop_token_ids=ends), both.policy.version, seed=1, step=1)
+    # An answer without an end would call no tool
+    ends = [*range(0, both.policy.model.config.vocab_size, 2)]
+    settings = RolloutSettings(
+        4, SamplingSettings(40, stop_token_ids=ends), both.policy.version, seed=1, step=1
+    )
     with both.manager.generation_shift(both.policy):
         expected = desks.rolled_out(pool, prompts, settings)
     both.manager.wake(both.policy)

@@ -37,9 +37,13 @@ REPROCESSED = {"deepseek_v2": {"kv_b_proj"}}
 PROMPT = [14, 50, 77, 120, 9]
 
 
-@pytest.mark.parametrize(("architecture", "tied"), MODELS, ids=[f"{a}-{'tied' if t else 'untied'}" for a, t in MODELS])
-def test_sync_of_random_weights_equals_a_fresh_engine(architecture: str, tied: bool, tmp_path: Path) -> None:
-    """Weights are replaced in place, or packed, in which case vLLM reloads them layer by layer."""
+@pytest.mark.parametrize(
+    ("architecture", "tied"), MODELS, ids=[f"{a}-{'tied' if t else 'untied'}" for a, t in MODELS]
+)
+def test_sync_of_random_weights_equals_a_fresh_engine(
+    architecture: str, tied: bool, tmp_path: Path
+) -> None:
+    """Return weights are replaced in place, or packed, in which case vLLM reloads them layer by layer."""
     folder = make_tiny_model(tmp_path / "start", architecture=architecture, tied=tied, layers=2)
     greedy = [synced(folder, architecture, plain, tmp_path / "trained") for plain in (True, False)]
     _copy_tokenizer(folder, tmp_path / "trained")
@@ -47,7 +51,9 @@ def test_sync_of_random_weights_equals_a_fresh_engine(architecture: str, tied: b
     try:
         fresh.engine.state.adopt_checkpoint(2)
         settings = SamplingSettings(max_tokens=40, temperature=0.0)
-        expected = fresh.thread.run(fresh.engine.complete(PROMPT, settings, seed=0, policy_version=2), 60, "fresh")
+        expected = fresh.thread.run(
+            fresh.engine.complete(PROMPT, settings, seed=0, policy_version=2), 60, "fresh"
+        )
     finally:
         stop(fresh)
     assert [answer.token_ids for answer in greedy] == [expected.token_ids] * 2
@@ -56,7 +62,7 @@ def test_sync_of_random_weights_equals_a_fresh_engine(architecture: str, tied: b
 
 
 def synced(folder: Path, architecture: str, plain: bool, trained: Path) -> Generation:
-    """Sends an engine random weights twice, checks it on the way, saves them, and returns its greedy answer."""
+    """Send an engine random weights twice, check it on the way, save them, and return its greedy answer."""
     with Colocated(folder, plain) as both:
         both.manager.sleep()
         in_place = plain and architecture not in REPROCESSED
@@ -66,7 +72,9 @@ def synced(folder: Path, architecture: str, plain: bool, trained: Path) -> Gener
                 assert both.manager.report.verified == ("full" if in_place else "probe")
                 assert left_to_loaders(both) == (REPROCESSED.get(architecture, set()) if plain else None)
                 for temperature in (1.0, 0.6):
-                    sampled = both.complete(PROMPT, SamplingSettings(max_tokens=40, temperature=temperature), seed)
+                    sampled = both.complete(
+                        PROMPT, SamplingSettings(max_tokens=40, temperature=temperature), seed
+                    )
                     assert both.gap(PROMPT, sampled, temperature) < 1e-4
                 greedy = both.complete(PROMPT, SamplingSettings(max_tokens=40, temperature=0.0))
         both.policy.model.save_pretrained(trained)
@@ -74,7 +82,7 @@ def synced(folder: Path, architecture: str, plain: bool, trained: Path) -> Gener
 
 
 def test_weights_of_experts_are_verified_like_all_others(tmp_path: Path) -> None:
-    """A wrong byte in any weight is found and named, in the first update and later."""
+    """Return a wrong byte in any weight is found and named, in the first update and later."""
     folder = make_tiny_model(tmp_path / "start", architecture="qwen3_moe", tied=False, layers=2)
     with Colocated(folder, routes=True, bucket=1 << 22) as both:  # nothing is sent in parts
         both.manager.sleep()
@@ -91,7 +99,10 @@ def test_weights_of_experts_are_verified_like_all_others(tmp_path: Path) -> None
                     "model.layers.1.mlp.experts.down_proj",
                     "what was sent: model.layers.1.mlp.experts.0.down_proj.weight differ",
                 ),
-                ("model.layers.1.mlp.gate.weight", "what was sent: model.layers.1.mlp.gate.weight differ"),
+                (
+                    "model.layers.1.mlp.gate.weight",
+                    "what was sent: model.layers.1.mlp.gate.weight differ",
+                ),
                 ("", ""),
             ]
         ):
@@ -113,14 +124,16 @@ def test_weights_of_experts_are_verified_like_all_others(tmp_path: Path) -> None
 
 
 def assert_routes_are_the_policys(both: Colocated, seed: int) -> None:
-    """The engine chooses the experts that the policy's routers choose, with float32 on both sides.
+    """Return the engine chooses the experts that the policy's routers choose, with float32 on both sides.
 
     So the policy is as close to the engine with its own routes as with the engine's.
     """
     sampled = both.complete(PROMPT, SamplingSettings(max_tokens=20), seed)
     chosen: list[torch.Tensor] = []
     gates = [layer.mlp.gate for layer in both.policy.model.model.layers]
-    handles = [gate.register_forward_hook(lambda _, __, result: chosen.append(result[2])) for gate in gates]
+    handles = [
+        gate.register_forward_hook(lambda _, __, result: chosen.append(result[2])) for gate in gates
+    ]
     assert both.gap(PROMPT, sampled, 1.0) < 1e-4
     for handle in handles:
         handle.remove()
@@ -128,13 +141,17 @@ def assert_routes_are_the_policys(both: Colocated, seed: int) -> None:
     rows = torch.from_numpy(sampled.routes.copy()).long()
     assert torch.equal(rows.sort(-1).values, torch.stack(chosen, dim=1)[:-1].sort(-1).values)
     model = copy.deepcopy(both.policy.model)
-    module = PolicyModule(model, routing=Routing(model, {n: f"model.layers.{n}.mlp.gate" for n in range(2)}))
-    gaps_by_replay = gaps(lambda batch: outputs(module, batch, 1.0).logprobs, [sampled], module.routing.format)
+    module = PolicyModule(
+        model, routing=Routing(model, {n: f"model.layers.{n}.mlp.gate" for n in range(2)})
+    )
+    gaps_by_replay = gaps(
+        lambda batch: outputs(module, batch, 1.0).logprobs, [sampled], module.routing.format
+    )
     assert max(gap[-1] for gap in gaps_by_replay.values()) < 1e-4
 
 
 def left_to_loaders(both: Colocated) -> set[str] | None:
-    """The modules whose weights cannot be replayed; None if no module's can."""
+    """Return the modules whose weights cannot be replayed; None if no module's can."""
     ordinary = both.manager.report.unreplayable
     if ordinary is None:
         return None

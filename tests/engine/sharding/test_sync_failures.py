@@ -34,17 +34,17 @@ def both(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Iterator[Colo
 
 
 def plain(both: Colocated) -> bool:
-    """Tells whether the engine keeps weights as they are sent."""
+    """Tell whether the engine keeps weights as they are sent."""
     return both.leader.engine.settings.plain_cpu_weights
 
 
 def opened_and_closed(both: Colocated) -> tuple[int, int]:
-    """The numbers of times that the worker has mapped and unmapped staging memory."""
+    """Return the numbers of times that the worker has mapped and unmapped staging memory."""
     return both.manager.report.staging_opened, both.manager.report.staging_closed
 
 
 def assert_repaired(both: Colocated) -> None:
-    """A complete sync makes the engine agree with the policy again."""
+    """Return a complete sync makes the engine agree with the policy again."""
     both.policy.randomise(seed=both.policy.version + 100)
     if both.leader.engine.state.memory.value != "asleep":
         both.manager.sleep()
@@ -53,7 +53,7 @@ def assert_repaired(both: Colocated) -> None:
 
 
 def fail_to_wake(both: Colocated, error: type[BaseException] = RemoteError) -> str:
-    """Wakes the engine, which must fail and leave it without a version; returns the error."""
+    """Wake the engine, which must fail and leave it without a version; return the error."""
     if both.leader.engine.state.memory.value != "asleep":
         both.manager.sleep()
     with pytest.raises(error) as caught:
@@ -65,7 +65,7 @@ def fail_to_wake(both: Colocated, error: type[BaseException] = RemoteError) -> s
 
 
 def rename(both: Colocated, monkeypatch: pytest.MonkeyPatch, old: str, new: str | None) -> None:
-    """Makes the manager send a weight under another name, or not at all."""
+    """Make the manager send a weight under another name, or not at all."""
     parameters = []
     for parameter in both.manager._update.parameters:
         if parameter.name != old:
@@ -97,7 +97,9 @@ def test_a_renamed_or_missing_weight_is_fatal_and_named(
     assert_repaired(both)
 
 
-def test_a_weight_of_the_wrong_shape_is_fatal_and_named(both: Colocated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_of_the_wrong_shape_is_fatal_and_named(
+    both: Colocated, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "model.layers.1.post_attention_layernorm.weight"
     parameters = [
         replace(p, pieces=(replace(p.pieces[0], shape=(2, 64)),)) if p.name == name else p
@@ -110,7 +112,7 @@ def test_a_weight_of_the_wrong_shape_is_fatal_and_named(both: Colocated, monkeyp
 
 
 def test_a_wrong_byte_on_the_way_is_found(both: Colocated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of one weight change on the way; digests of the policy's weights, or log-probabilities, reveal it."""
+    """Return values of one weight change on the way; digests of the policy's weights, or log-probabilities, reveal it."""
     name = "model.layers.0.input_layernorm.weight"
     gather, calls = both.source.gather_into, []
 
@@ -140,14 +142,16 @@ def test_generating_asleep_or_stale_raises_and_names_both_versions(both: Colocat
         both.complete(PROMPT, SAMPLING)
     with both.manager.generation_shift(both.policy):
         version, both.policy.version = both.policy.version, both.policy.version + 1
-        with pytest.raises(EngineStateError, match=rf"version {version}, the policy is at version {version + 1}"):
+        with pytest.raises(
+            EngineStateError, match=rf"version {version}, the policy is at version {version + 1}"
+        ):
             both.complete(PROMPT, SAMPLING)
         both.policy.version = version
         both.complete(PROMPT, SAMPLING)
 
 
 def test_cached_prefixes_of_old_weights_are_forgotten(both: Colocated) -> None:
-    """The engine stays awake between two syncs, so only the reset separates old blocks from new weights."""
+    """Return the engine stays awake between two syncs, so only the reset separates old blocks from new weights."""
     prompt = [20 + i for i in range(64)]  # longer than several blocks of the prefix cache
     if both.leader.engine.state.memory.value == "asleep":
         both.manager.wake(both.policy)
@@ -159,7 +163,9 @@ def test_cached_prefixes_of_old_weights_are_forgotten(both: Colocated) -> None:
     assert both.gap(prompt, sampled, 1.0) < 1e-4
 
 
-def test_a_refused_reset_of_the_prefix_cache_is_an_error(both: Colocated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_reset_of_the_prefix_cache_is_an_error(
+    both: Colocated, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def refuse() -> bool:
         return False
 
@@ -173,11 +179,13 @@ def test_a_refused_reset_of_the_prefix_cache_is_an_error(both: Colocated, monkey
 
 
 def kinds_of_messages(both: Colocated) -> list[str]:
-    """The kinds of messages of a complete update, each once."""
+    """Return the kinds of messages of a complete update, each once."""
     kinds: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         post = Link.post
-        patch.setattr(Link, "post", lambda link, kind, **fields: [kinds.append(kind), post(link, kind, **fields)])
+        patch.setattr(
+            Link, "post", lambda link, kind, **fields: [kinds.append(kind), post(link, kind, **fields)]
+        )
         assert_repaired(both)
     return list(dict.fromkeys(kinds))
 
@@ -217,12 +225,15 @@ def test_a_garbled_message_is_refused_and_the_next_update_repairs_it(
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(channel, "send", garbled)
-            assert "the worker on cpu:0 failed: SyncError: 1 bytes that are not a message" in fail_to_wake(both)
+            assert (
+                "the worker on cpu:0 failed: SyncError: 1 bytes that are not a message"
+                in fail_to_wake(both)
+            )
         assert_repaired(both)
 
 
 def staging_in_use() -> list[tuple[int, int]]:
-    """Counts, in this process and each of its children, how often staging memory is open and how often mapped.
+    """Count, in this process and each of its children, how often staging memory is open and how often mapped.
 
     A mapping keeps a file of its own open.
     """
@@ -232,7 +243,10 @@ def staging_in_use() -> list[tuple[int, int]]:
         files = [file.readlink() for file in (folder / "fd").iterdir() if file.is_symlink()]
         maps = (folder / "maps").read_text().splitlines()
         counts.append(
-            (sum("hotbunk-staging" in str(file) for file in files), sum("hotbunk-staging" in m for m in maps))
+            (
+                sum("hotbunk-staging" in str(file) for file in files),
+                sum("hotbunk-staging" in m for m in maps),
+            )
         )
     return sorted(filter(any, counts))
 
@@ -260,7 +274,7 @@ def test_two_hundred_syncs_open_the_staging_memory_once_and_leak_nothing(both: C
 def test_staging_memory_is_closed_as_often_as_it_was_opened(
     both: Colocated,
 ) -> None:
-    """The trainer alone closes it, as on a GPU, where the KV cache needs the space, and the worker notices."""
+    """Return the trainer alone closes it, as on a GPU, where the KV cache needs the space, and the worker notices."""
     assert_repaired(both)
     opened, closed = opened_and_closed(both)
     for _ in range(5):
@@ -280,13 +294,15 @@ def test_staging_is_bounded_by_two_buckets(both: Colocated) -> None:
 def test_weights_larger_than_a_bucket_reach_the_engine_in_parts(
     both: Colocated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights that are packed for oneDNN are sent whole."""
+    """Return weights that are packed for oneDNN are sent whole."""
     bucket, manager = 1 << 13, both.manager
     largest = max(parameter.nbytes for parameter in manager._update.parameters)
     assert largest > 4 * bucket
     manager._transport.abort("")
     with monkeypatch.context() as patch:
-        patch.setattr(manager._update, "settings", replace(manager._update.settings, bucket_bytes=bucket))
+        patch.setattr(
+            manager._update, "settings", replace(manager._update.settings, bucket_bytes=bucket)
+        )
         assert_repaired(both)
         assert manager.report.staging_bytes == 2 * (bucket if plain(both) else largest)
         assert manager.report.verified == ("full" if plain(both) else "probe")
@@ -299,7 +315,9 @@ def test_verifying_samples_compares_all_weights_over_many_updates(
 ) -> None:
     everything = {parameter.name for parameter in both.manager._update.parameters}
     with monkeypatch.context() as patch:
-        patch.setattr(both.manager._update, "settings", replace(both.manager._update.settings, verify="sample"))
+        patch.setattr(
+            both.manager._update, "settings", replace(both.manager._update.settings, verify="sample")
+        )
         drawn = [
             [p.name for p in parameters_to_verify(both.manager._update.parameters, "sample", version)]
             for version in range(400)
@@ -311,7 +329,7 @@ def test_verifying_samples_compares_all_weights_over_many_updates(
 
 
 def test_the_death_of_a_worker_ends_the_update_and_is_named(tiny_model: TinyModel) -> None:
-    """The test has an engine of its own, since nothing repairs it."""
+    """Return the test has an engine of its own, since nothing repairs it."""
     in_use = staging_in_use()
     with Colocated(tiny_model()) as both:
         both.manager.sleep()
@@ -328,7 +346,8 @@ def test_the_death_of_a_worker_ends_the_update_and_is_named(tiny_model: TinyMode
             patch.setattr(both.source, "gather_into", kill_on_the_way)
             message = fail_to_wake(both)
         assert (
-            "the engine ended during a weight update" in message or "the worker on cpu:0 cannot be reached" in message
+            "the engine ended during a weight update" in message
+            or "the worker on cpu:0 cannot be reached" in message
         )
         gc.collect()  # errors hold frames, whose variables are views of the memory
         assert staging_in_use() == in_use

@@ -67,14 +67,18 @@ def make_prompts(processor: ImageProcessor) -> list[Sample]:
     return [make_sample(processor, content, seed, sampled=0) for seed, content in enumerate(contents)]
 
 
-def complete(leader: Leader, prompt: Sample, sampling: SamplingSettings, seed: int, version: int) -> Generation:
+def complete(
+    leader: Leader, prompt: Sample, sampling: SamplingSettings, seed: int, version: int
+) -> Generation:
     images = {"images": prompt.images, "image_spans": prompt.image_spans}
-    work = leader.engine.complete(prompt.input_ids, sampling, seed=seed, policy_version=version, **images)
+    work = leader.engine.complete(
+        prompt.input_ids, sampling, seed=seed, policy_version=version, **images
+    )
     return leader.thread.run(work, 60, "a test completion")
 
 
 def joined(before: Sample, ids: list[int], logprobs: list[float] | None = None) -> Sample:
-    """A sample continued with these ids; sampled ones have log-probabilities."""
+    """Return a sample continued with these ids; sampled ones have log-probabilities."""
     mask = [int(logprobs is not None)] * len(ids)
     return replace(
         before,
@@ -85,7 +89,7 @@ def joined(before: Sample, ids: list[int], logprobs: list[float] | None = None) 
 
 
 def play(both: Colocated, prompts: list[Sample], sampling: SamplingSettings) -> list[Sample]:
-    """Samples an answer to each prompt except the last, which continues the first answer as a second turn."""
+    """Sample an answer to each prompt except the last, which continues the first answer as a second turn."""
     *first, more = prompts
     played = []
     for prompt in first:
@@ -95,19 +99,21 @@ def play(both: Colocated, prompts: list[Sample], sampling: SamplingSettings) -> 
     turn = replace(
         joined(played[0], more.input_ids),
         images=played[0].images + more.images,
-        image_spans=played[0].image_spans + tuple((start + shift, count) for start, count in more.image_spans),
+        image_spans=played[0].image_spans
+        + tuple((start + shift, count) for start, count in more.image_spans),
     )
     answer = complete(both.leader, turn, sampling, 8, both.policy.version)
     return [*played, joined(turn, answer.token_ids, answer.logprobs)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "tied", "shared"), [("qwen2_5_vl", True, False), ("qwen3_vl", False, True), ("llava", False, False)]
+    ("kind", "tied", "shared"),
+    [("qwen2_5_vl", True, False), ("qwen3_vl", False, True), ("llava", False, False)],
 )
 def test_an_engine_reads_images_through_the_weights_it_was_sent(
     kind: str, tied: bool, shared: bool, tiny_vlm: TinyModel, tmp_path: Path
 ) -> None:
-    """Weights are sent, or shared with the policy; the second sync replays, and the cache keeps nothing of the first.
+    """Return weights are sent, or shared with the policy; the second sync replays, and the cache keeps nothing of the first.
 
     The log-probabilities are those of the trained module, packed and padded: 0, 1 and 3 images a row, of different
     sizes, first and last, beside rows without, and two turns with an image each. The export opens in plain Transformers
@@ -124,13 +130,20 @@ def test_an_engine_reads_images_through_the_weights_it_was_sent(
             with both.manager.generation_shift(both.policy):
                 report = both.manager.report
                 assert report.verified == "full" and report.unreplayable == {}
-                behind = [name for name in report.left_out if ".layers.2." in name or ".post_layernorm." in name]
+                behind = [
+                    name
+                    for name in report.left_out
+                    if ".layers.2." in name or ".post_layernorm." in name
+                ]
                 assert report.left_out == behind and bool(behind) == (kind == "llava")
                 both.leader.engine.cached = []
                 played = play(both, prompts, SamplingSettings(max_tokens=12, temperature=0.8))
-                again = (len(played[0].input_ids) - 1) // 32 * 32  # cached tokens of the second turn only
+                # Cached tokens of the second turn only
+                again = (len(played[0].input_ids) - 1) // 32 * 32
                 assert both.leader.engine.cached == [0, 0, 0, 0, again] and again
-                answers = [complete(both.leader, prompt, greedy, 0, both.policy.version) for prompt in prompts]
+                answers = [
+                    complete(both.leader, prompt, greedy, 0, both.policy.version) for prompt in prompts
+                ]
             for packing in (True, False):
                 assert both.policy.gap(played, 0.8, packing) <= 1e-4
         save_pretrained(both.policy.model, tmp_path, torch.float32, folder)
@@ -144,7 +157,9 @@ def test_an_engine_reads_images_through_the_weights_it_was_sent(
             assert answer.token_ids == expected.token_ids
             assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
             with torch.no_grad():
-                seen, _ = plain_outputs(plain, processor, joined(prompt, answer.token_ids, answer.logprobs), 1.0)
+                seen, _ = plain_outputs(
+                    plain, processor, joined(prompt, answer.token_ids, answer.logprobs), 1.0
+                )
             assert seen[-len(answer.token_ids) :].tolist() == pytest.approx(answer.logprobs, abs=1e-4)
     finally:
         stop(fresh)

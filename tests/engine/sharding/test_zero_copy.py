@@ -24,8 +24,12 @@ CPU = torch.device("cpu")
 DENSE = [("qwen2", True), ("qwen2", False), ("qwen3", True), ("llama", False), ("gemma3", True)]
 
 
-@pytest.mark.parametrize(("architecture", "tied"), DENSE, ids=[f"{a}-{'tied' if t else 'untied'}" for a, t in DENSE])
-def test_new_weights_are_the_engines_without_being_sent(architecture: str, tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "tied"), DENSE, ids=[f"{a}-{'tied' if t else 'untied'}" for a, t in DENSE]
+)
+def test_new_weights_are_the_engines_without_being_sent(
+    architecture: str, tied: bool, tmp_path: Path
+) -> None:
     folder = make_tiny_model(tmp_path / "start", architecture=architecture, tied=tied, layers=2)
     with Colocated(folder, shared=True) as both:
         both.manager.sleep()
@@ -43,7 +47,7 @@ def test_new_weights_are_the_engines_without_being_sent(architecture: str, tied:
 
 
 def update(policy: InPlacePolicy) -> None:
-    """Makes a step of AdamW that makes a sequence of random tokens likelier."""
+    """Make a step of AdamW that makes a sequence of random tokens likelier."""
     ids = torch.randint(5, 60, (24,), generator=torch.Generator().manual_seed(policy.version)).tolist()
     batches = micro_batches([Sample(ids, [1] * 24, [0.0] * 24)], 1000, 0, CPU)
     policy.update(batches, lambda batch, outputs: (-outputs.logprobs.sum(), {}), 1.0)
@@ -51,7 +55,7 @@ def update(policy: InPlacePolicy) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tiny_model: TinyModel) -> Any:
-    """A policy in bfloat16 with master weights, and an engine that shares its weights, asleep."""
+    """Yield a policy in bfloat16 with master weights, and an engine that shares its weights, asleep."""
     folder = tiny_model()
     policy = InPlacePolicy(ModelConfig(path=str(folder)), PolicyConfig(dtype="bfloat16", lr=3e-3), CPU)
     with Colocated(folder, dtype=torch.bfloat16, shared=True, policy=policy) as both:
@@ -130,7 +134,9 @@ def test_sharing_packed_weights_is_refused_with_a_remedy(tiny_model: TinyModel) 
     """Recipes are checked before; this is the error for a manager that is built by hand."""
     with Colocated(tiny_model(), plain=False, verify="off", shared=True) as both:
         both.manager.sleep()
-        with pytest.raises(RemoteError, match="re-processes its weights after loading.*set sync.way to staged"):
+        with pytest.raises(
+            RemoteError, match="re-processes its weights after loading.*set sync.way to staged"
+        ):
             both.manager.wake(both.policy)
 
 

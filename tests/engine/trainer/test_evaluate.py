@@ -25,14 +25,19 @@ def right(completion, *, answer):
 
 @pytest.fixture
 def folder(tiny_qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe with two datasets: one for greedy answers, of which all but two are right, and one for random ones."""
+    """Return a recipe with two datasets: one for greedy answers, of which all but two are right, and one for random ones."""
     monkeypatch.chdir(tmp_path)
-    tokenizer, model = AutoTokenizer.from_pretrained(tiny_qwen2), AutoModelForCausalLM.from_pretrained(tiny_qwen2)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(tiny_qwen2),
+        AutoModelForCausalLM.from_pretrained(tiny_qwen2),
+    )
     rows = []
     for number, question in enumerate(QUESTIONS):
         ids = torch.tensor([tokenizer(question)["input_ids"]])
         mask = torch.ones_like(ids)
-        answer = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=TOKENS)[0, ids.shape[1] :]
+        answer = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=TOKENS)[
+            0, ids.shape[1] :
+        ]
         text = tokenizer.decode(answer, skip_special_tokens=True)
         rows.append({"question": question, "answer": text if number > 1 else f"not {text}"})
     (tmp_path / "greedy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -42,7 +47,12 @@ def folder(tiny_qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     recipe = {
         "model": {"path": "another"},
         "data": {"path": "sampled.jsonl", "max_prompt_tokens": 32, "apply_chat_template": False},
-        "engine": {"max_model_len": 64, "max_num_seqs": 32, "kv_cache_gib": 0.03125, "load_format": "dummy"},
+        "engine": {
+            "max_model_len": 64,
+            "max_num_seqs": 32,
+            "kv_cache_gib": 0.03125,
+            "load_format": "dummy",
+        },
         "policy": {"dtype": "float32"},
         "sampling": {"max_tokens": TOKENS},
         "reward": {"functions": [{"name": "rewards.py:right"}], "workers": 1, "timeout_s": 60},
@@ -64,9 +74,13 @@ def test_eval_of_a_run_measures_its_model_by_its_recipe(tiny_qwen2: Path, folder
     (run / "model").symlink_to(tiny_qwen2)
     words = ["eval", "run", "--eval.k=[1, 2]", "--eval.samples=2"]
     done = subprocess.run(  # returns when no process is left that could write
-        [*PYTHON, "-m", "trainer", *words], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT), ENGINES: "1"},
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        [*PYTHON, "-m", "trainer", *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), ENGINES: "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     datasets = json.loads((run / "eval" / "eval.json").read_text())["datasets"]
     rows = [json.loads(line) for line in (run / "eval" / "completions.jsonl").read_text().splitlines()]
@@ -74,15 +88,22 @@ def test_eval_of_a_run_measures_its_model_by_its_recipe(tiny_qwen2: Path, folder
     assert greedy["accuracy"] == greedy["pass@2"] == greedy["majority@2"] == pytest.approx(4 / 6)
     assert greedy["accuracy_standard_error"] == pytest.approx((6 * (4 / 6) * (2 / 6) / 5 / 6) ** 0.5)
     assert "0.667 ± 0.211" in done.stdout
-    sampled = {p: [r["reward"] for r in rows if (r["dataset"], r["prompt_id"]) == ("sampled", p)] for p in range(5)}
+    sampled = {
+        p: [r["reward"] for r in rows if (r["dataset"], r["prompt_id"]) == ("sampled", p)]
+        for p in range(5)
+    }
     assert [len(rewards) for rewards in sampled.values()] == [4] * 5 and len(rows) == 6 * 2 + 5 * 4
     pairs = [list(combinations(rewards, 2)) for rewards in sampled.values()]
     assert datasets["sampled"]["pass@1"] == pytest.approx(sum(map(sum, sampled.values())) / 20)
-    assert datasets["sampled"]["pass@2"] == pytest.approx(sum(sum(map(any, part)) / len(part) for part in pairs) / 5)
+    assert datasets["sampled"]["pass@2"] == pytest.approx(
+        sum(sum(map(any, part)) / len(part) for part in pairs) / 5
+    )
     assert 0 < datasets["sampled"]["pass@1"] < datasets["sampled"]["pass@2"]
 
 
-def test_eval_of_any_model_takes_all_of_a_recipe_except_its_model(tiny_qwen2: Path, folder: Path) -> None:
+def test_eval_of_any_model_takes_all_of_a_recipe_except_its_model(
+    tiny_qwen2: Path, folder: Path
+) -> None:
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"eval": {}}))
     config = evaluation_config(str(tiny_qwen2), folder / "recipe.yaml", ["data.split=train[:2]"])
@@ -99,11 +120,23 @@ def test_eval_of_any_model_takes_all_of_a_recipe_except_its_model(tiny_qwen2: Pa
         (["absent/model/x", "recipe.yaml"], "model.path: there is no folder absent/model/x"),
         (["unfinished"], "has no model yet: its run is not finished"),
         (["MODEL", "recipe.yaml", "--eval.k", "[2]"], "eval.k has k = 2, but eval.samples = 1"),
-        (["MODEL", "recipe.yaml", "--eval.datasets.greedy.path", "no.jsonl"], "eval.datasets.greedy.path: there is no"),
-        (["MODEL", "recipe.yaml", "--eval.datasets.greedy.prompt_ky", "x"], "mean eval.datasets.NAME.prompt_key?"),
-        (["MODEL", "recipe.yaml", "--eval.datasets.greedy.prompt_key", "x"], "prompt_key = 'x' of eval.datasets is no"),
+        (
+            ["MODEL", "recipe.yaml", "--eval.datasets.greedy.path", "no.jsonl"],
+            "eval.datasets.greedy.path: there is no",
+        ),
+        (
+            ["MODEL", "recipe.yaml", "--eval.datasets.greedy.prompt_ky", "x"],
+            "mean eval.datasets.NAME.prompt_key?",
+        ),
+        (
+            ["MODEL", "recipe.yaml", "--eval.datasets.greedy.prompt_key", "x"],
+            "prompt_key = 'x' of eval.datasets is no",
+        ),
         (["MODEL", "recipe.yaml", "--reward.functions", "[]"], "reward.functions is empty"),
-        (["MODEL", "recipe.yaml", "--engine.tensor_parallel_size", "7"], "num_attention_heads of the model"),
+        (
+            ["MODEL", "recipe.yaml", "--engine.tensor_parallel_size", "7"],
+            "num_attention_heads of the model",
+        ),
     ],
 )
 def test_a_mistake_in_a_call_of_eval_is_reported_in_one_sentence(

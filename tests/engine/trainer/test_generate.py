@@ -22,14 +22,19 @@ QUESTIONS = ["what is 2+2?", "and one more?"]
 
 
 def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    """The greedy answer of plain Transformers."""
+    """Return the greedy answer of plain Transformers."""
     ids = torch.tensor([prompt])
-    answer = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS)
+    answer = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS
+    )
     return answer[0, len(prompt) :].tolist()
 
 
 def test_a_chat_answers_like_transformers_and_ctrl_c_ends_it(tiny_qwen2: Path) -> None:
-    tokenizer, model = AutoTokenizer.from_pretrained(tiny_qwen2), AutoModelForCausalLM.from_pretrained(tiny_qwen2)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(tiny_qwen2),
+        AutoModelForCausalLM.from_pretrained(tiny_qwen2),
+    )
     words = ["generate", str(tiny_qwen2), "--max-tokens", str(TOKENS), "--system", "be brief"]
     environment = os.environ | {ENGINES: "1"}
     process = subprocess.Popen(
@@ -40,7 +45,9 @@ def test_a_chat_answers_like_transformers_and_ctrl_c_ends_it(tiny_qwen2: Path) -
     for question in QUESTIONS:
         answer = greedy(model, chat.ask(question))
         chat.ids = chat.ids + answer
-        expected += tokenizer.decode(answer, skip_special_tokens=True) + " […]" * (len(answer) == TOKENS) + "\n"
+        expected += (
+            tokenizer.decode(answer, skip_special_tokens=True) + " […]" * (len(answer) == TOKENS) + "\n"
+        )
         process.stdin.write(question + "\n")
         process.stdin.flush()
     printed = "".join(process.stdout.readline() for _ in range(expected.count("\n")))
@@ -54,7 +61,7 @@ def test_a_chat_answers_like_transformers_and_ctrl_c_ends_it(tiny_qwen2: Path) -
 
 
 def writers(pipe: IO[str]) -> list[psutil.Process]:
-    """The processes whose standard output is this pipe."""
+    """Return the processes whose standard output is this pipe."""
     processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -73,19 +80,27 @@ def test_each_prompt_of_a_chat_begins_with_all_ids_before_it(tiny_qwen2: Path) -
     )
     # Ids that no text encodes to: an end in the middle, and bytes that are not UTF-8.
     unspeakable = [tokenizer.eos_token_id, 200, 201, 14]
-    for ending in ([], [tokenizer.eos_token_id]):  # cut short, or ended: the template's end comes once either way
+    for ending in ([], [tokenizer.eos_token_id]):
+        # cut short, or ended: the template's end comes once either way
         chat.ids = first + unspeakable + ending
         second = chat.ask("<the answer> and 3+3?")
         assert second[: len(first) + 4] == first + unspeakable
         rest = tokenizer.decode(second[len(first) + 4 :])
-        assert rest == "<|im_end|>\n<|im_start|>user\n<the answer> and 3+3?<|im_end|>\n<|im_start|>assistant\n"
+        assert (
+            rest
+            == "<|im_end|>\n<|im_start|>user\n<the answer> and 3+3?<|im_end|>\n<|im_start|>assistant\n"
+        )
 
 
 def test_answers_are_sampled_with_the_lengths_and_ends_of_the_run(tmp_path: Path) -> None:
     run, folder = tmp_path / "run", tmp_path / "run" / "model"
     folder.mkdir(parents=True)
     assert training_sampling(folder) == {}
-    for recipe, sampled in (("sampling: {max_tokens: 8}", {"max_tokens": 8}), ("sampling:", {}), ("", {})):
+    for recipe, sampled in (
+        ("sampling: {max_tokens: 8}", {"max_tokens": 8}),
+        ("sampling:", {}),
+        ("", {}),
+    ):
         (run / "config.yaml").write_text(recipe)
         assert training_sampling(folder) == sampled
     (tmp_path / "config.yaml").write_text("sampling: {max_tokens: 8}")
@@ -103,9 +118,14 @@ def test_answers_are_sampled_with_the_lengths_and_ends_of_the_run(tmp_path: Path
     ],
 )
 def test_a_mistake_in_a_call_of_generate_is_reported_in_one_sentence(
-    model: str, words: list[str], expected: str, tiny_qwen2: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    model: str,
+    words: list[str],
+    expected: str,
+    tiny_qwen2: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in ("run", "weightless", "plain"):
         (tmp_path / folder).mkdir()

@@ -50,8 +50,15 @@ def rare(completion):
     number, word = completion.split()
     return float(number) + (word != "rare")
 '''
-ARGS = {"seq_length": 64, "max_new_tokens": 6, "temperature": 1.0, "eval_temperature": 0.0, "ignore_eos": True,
-        "prompt_logprobs": 1, "stop_token_list": "no such words"}  # fmt: skip
+ARGS = {
+    "seq_length": 64,
+    "max_new_tokens": 6,
+    "temperature": 1.0,
+    "eval_temperature": 0.0,
+    "ignore_eos": True,
+    "prompt_logprobs": 1,
+    "stop_token_list": "no such words",
+}
 
 
 def rollout(folder: Path, name: str = "Counting", **args: Any) -> dict[str, Any]:
@@ -64,8 +71,11 @@ def completions(run: Run) -> list[dict[str, Any]]:
 
 
 def test_a_module_of_chatlearn_samples_a_whole_run(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """The module's decoded answers are shown and rewarded, it evaluates itself, and its hyper-parameters apply."""
-    sections: dict[str, Any] = {"run": {"steps": STEPS}, "eval": {"every": 2, "temperature": 0.0, "max_tokens": 4}}
+    """Return the module's decoded answers are shown and rewarded, it evaluates itself, and its hyper-parameters apply."""
+    sections: dict[str, Any] = {
+        "run": {"steps": STEPS},
+        "eval": {"every": 2, "temperature": 0.0, "max_tokens": 4},
+    }
     reward = {"functions": [{"name": f"{tmp_path}/counting.py:rare"}]}
     recipe = write_recipe(tmp_path, tiny_model(), rollout=rollout(tmp_path), reward=reward, **sections)
     run = Run(recipe, ranks=1, preloaded=True)
@@ -73,8 +83,12 @@ def test_a_module_of_chatlearn_samples_a_whole_run(tiny_model: TinyModel, tmp_pa
     run.assert_gone()
     calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
     assert [(mode, iteration) for mode, iteration, *_ in calls] == [
-        ("setup", 0), ("eval", 0), ("train", 1), ("train", 2), ("eval", 2)
-    ]  # fmt: skip
+        ("setup", 0),
+        ("eval", 0),
+        ("train", 1),
+        ("train", 2),
+        ("eval", 2),
+    ]
     expected = {"train": [6] * 16, "eval": [4] * 16}  # EOS is ignored
     for mode, _, tokens, prompts in calls[1:]:
         assert tokens == expected[mode] and all(prompts)
@@ -88,14 +102,26 @@ def test_a_module_of_chatlearn_samples_a_whole_run(tiny_model: TinyModel, tmp_pa
 @pytest.mark.parametrize(
     ("name", "args", "sentence"),
     [
-        ("Counting", {"temperature": 0.7}, "temperature is 0.7, but in training sampling.temperature decides"),
-        ("Prepares", {}, "Prepares.build_dataset is not called in training, whose prompts come from data.path"),
+        (
+            "Counting",
+            {"temperature": 0.7},
+            "temperature is 0.7, but in training sampling.temperature decides",
+        ),
+        (
+            "Prepares",
+            {},
+            "Prepares.build_dataset is not called in training, whose prompts come from data.path",
+        ),
     ],
 )
 def test_module_settings_that_would_be_ignored_are_refused_early(
-    name: str, args: dict[str, Any], sentence: str, tiny_model: TinyModel, tmp_path: Path,
+    name: str,
+    args: dict[str, Any],
+    sentence: str,
+    tiny_model: TinyModel,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     recipe = write_recipe(tmp_path, tiny_model(), rollout=rollout(tmp_path, name, **args))
     assert main(["train", str(recipe), "--check"]) == 2
     errors = capsys.readouterr().err
@@ -105,21 +131,30 @@ def test_module_settings_that_would_be_ignored_are_refused_early(
 def test_samplers_of_verls_thread_train_for_two_steps(tiny_model: TinyModel, tmp_path: Path) -> None:
     """One-shot sampling equals a run without a sampler, token by token; chats call functions."""
     recipe = write_recipe(tmp_path, tiny_model(), run={"steps": STEPS}, engine={"max_model_len": 512})
-    oneshot, calls = "generation:OneShotRolloutSampler", f"{ROOT}/scripts/examples/calculator.py:calculate"
+    oneshot, calls = (
+        "generation:OneShotRolloutSampler",
+        f"{ROOT}/scripts/examples/calculator.py:calculate",
+    )
     words = {
         "plain": [],
         "oneshot": ["--rollout.sampler", oneshot],
-        "calling": ["--rollout.sampler", "generation:FnCallRolloutSampler",
-                    "--rollout.kwargs", json.dumps({"functions": [calls], "max_turns": 2})],
-    }  # fmt: skip
+        "calling": [
+            "--rollout.sampler",
+            "generation:FnCallRolloutSampler",
+            "--rollout.kwargs",
+            json.dumps({"functions": [calls], "max_turns": 2}),
+        ],
+    }
     runs = {name: Run(recipe, *more, ranks=1, name=name, preloaded=True) for name, more in words.items()}
     for run in runs.values():
         assert run.wait() == 0, run.output()
         assert [row["sync/version"] for row in run.rows()] == [1.0, 2.0]
         assert max(row["gap/max"] for row in run.rows()) <= 1e-4
     answers = {
-        name: [(row["prompt"], row["text"], row["reward"]) for row in completions(run)] for name, run in runs.items()
+        name: [(row["prompt"], row["text"], row["reward"]) for row in completions(run)]
+        for name, run in runs.items()
     }
     assert answers["oneshot"] == answers["plain"]
-    assert all("calculate" in prompt for prompt, *_ in answers["calling"])  # the chats list the functions
+    # The chats list the functions
+    assert all("calculate" in prompt for prompt, *_ in answers["calling"])
     assert all("calculate" not in prompt for prompt, *_ in answers["plain"])

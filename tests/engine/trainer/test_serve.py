@@ -23,27 +23,55 @@ from trainer.cli import main
 
 
 def test_a_served_model_answers_as_transformers_does(tiny_qwen2: Path) -> None:
-    tokenizer, model = AutoTokenizer.from_pretrained(tiny_qwen2), AutoModelForCausalLM.from_pretrained(tiny_qwen2)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(tiny_qwen2),
+        AutoModelForCausalLM.from_pretrained(tiny_qwen2),
+    )
     messages = [{"role": "user", "content": "what is 2+2?"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     prompt = torch.tensor([tokenizer(text)["input_ids"]])
     mask = torch.ones_like(prompt)
-    expected = model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=12)[0, prompt.shape[1] :]
-    words = ["serve", str(tiny_qwen2), "--port", "0", "--api-key", "secret", "--name", "mine", "--concurrent", "2"]
+    expected = model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=12)[
+        0, prompt.shape[1] :
+    ]
+    words = [
+        "serve",
+        str(tiny_qwen2),
+        "--port",
+        "0",
+        "--api-key",
+        "secret",
+        "--name",
+        "mine",
+        "--concurrent",
+        "2",
+    ]
     environment = os.environ | {ENGINES: "1"}
-    process = subprocess.Popen([*PYTHON, "-m", "trainer", *words], cwd=ROOT, env=environment, stdout=-1, text=True)
+    process = subprocess.Popen(
+        [*PYTHON, "-m", "trainer", *words], cwd=ROOT, env=environment, stdout=-1, text=True
+    )
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("mine answers at http://127.0.0.1:"), line
     api = openai.OpenAI(base_url=line.split()[-1], api_key="secret", max_retries=0)
     answer = api.chat.completions.create(model="mine", messages=messages, temperature=0, max_tokens=12)
     assert answer.choices[0].message.model_extra["generation_token_ids"] == expected.tolist()
-    metrics = httpx.get(line.split()[-1].replace("/v1", "/metrics"), headers={"authorization": "Bearer secret"}).text
-    sampled = [row.split()[-1] for row in metrics.splitlines() if row.startswith("vllm:generation_tokens_total{")]
+    metrics = httpx.get(
+        line.split()[-1].replace("/v1", "/metrics"), headers={"authorization": "Bearer secret"}
+    ).text
+    sampled = [
+        row.split()[-1]
+        for row in metrics.splitlines()
+        if row.startswith("vllm:generation_tokens_total{")
+    ]
     assert str(tiny_qwen2) not in metrics
     assert sampled == ["12.0"] and "\nhotbunk_weight_version 0.0\n" in metrics
-    with pytest.raises(openai.BadRequestError, match="takes no trajectory keys in the header x-hotbunk-trajectory"):
-        api.chat.completions.create(model="mine", messages=messages, extra_headers={"x-hotbunk-trajectory": "a"})
+    with pytest.raises(
+        openai.BadRequestError, match="takes no trajectory keys in the header x-hotbunk-trajectory"
+    ):
+        api.chat.completions.create(
+            model="mine", messages=messages, extra_headers={"x-hotbunk-trajectory": "a"}
+        )
     family = writers(process.stdout)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 128 + signal.SIGINT
@@ -59,11 +87,16 @@ def test_a_served_multimodal_model_answers_as_transformers_does(tiny_vlm: Callab
     )
     model, prompt = AutoModelForImageTextToText.from_pretrained(folder), torch.tensor([ids])
     kinds = (prompt == model.config.image_token_id).long()
-    features = processor.features([image]) | {"mm_token_type_ids": kinds, "attention_mask": torch.ones_like(prompt)}
+    features = processor.features([image]) | {
+        "mm_token_type_ids": kinds,
+        "attention_mask": torch.ones_like(prompt),
+    }
     expected = model.generate(prompt, do_sample=False, max_new_tokens=8, **features)[0, len(ids) :]
     words = ["serve", str(folder), "--port", "0", "--concurrent", "2", "--images", "1"]
     environment = os.environ | {ENGINES: "1"}
-    process = subprocess.Popen([*PYTHON, "-m", "trainer", *words], cwd=ROOT, env=environment, stdout=-1, text=True)
+    process = subprocess.Popen(
+        [*PYTHON, "-m", "trainer", *words], cwd=ROOT, env=environment, stdout=-1, text=True
+    )
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith(f"{folder.name} answers at http://127.0.0.1:"), line
@@ -72,7 +105,9 @@ def test_a_served_multimodal_model_answers_as_transformers_does(tiny_vlm: Callab
     def asked(*urls: str) -> Any:
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         messages: Any = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
-        return api.chat.completions.create(model=folder.name, messages=messages, temperature=0, max_tokens=8)
+        return api.chat.completions.create(
+            model=folder.name, messages=messages, temperature=0, max_tokens=8
+        )
 
     try:
         assert str(folder) not in httpx.get(f"{line.split()[-1]}/models").text
@@ -95,7 +130,10 @@ def test_a_served_multimodal_model_answers_as_transformers_does(tiny_vlm: Callab
         (["MODEL", "--images", "0"], "--images must be at least 1"),
         (["MODEL", "--port", "70000"], "--port from 0 to 65535"),
         (["MODEL", "--port", "http"], "invalid int value"),
-        (["MODEL", "--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines connect: give an --api-key"),
+        (
+            ["MODEL", "--host", "0.0.0.0"],
+            "--host 0.0.0.0 lets other machines connect: give an --api-key",
+        ),
         (["MODEL", "--host", "", "--api-key", ""], "lets other machines connect"),
     ],
 )

@@ -15,7 +15,7 @@ from types import ModuleType
 
 
 def announce_phases(module: ModuleType) -> None:
-    """Has each rank write its phase whenever it changes."""
+    """Have each rank write its phase whenever it changes."""
     enter = module.Watchdog._arm
 
     def announce(watchdog):
@@ -29,7 +29,7 @@ def announce_phases(module: ModuleType) -> None:
 
 
 def keep_a_row(module: ModuleType) -> None:
-    """Has workers restore the previous version's embedding of one token, after everything has been verified."""
+    """Have workers restore the previous version's embedding of one token, after everything has been verified."""
     receive, before = module.VllmInternalWorkerExtension._hotbunk_receive, []
     version, row = map(int, os.environ["HOTBUNK_TEST_STALE"].split(":"))
 
@@ -50,9 +50,13 @@ CHANGES = {
 
 
 def asked_for(name: str) -> Callable[[ModuleType], None] | None:
-    """Returns the patch for a module, or None if this process is not to apply one."""
+    """Return the patch for a module, or None if this process is not to apply one."""
     asked, change = CHANGES.get(name, ("", None))
-    return None if asked not in os.environ or (change is announce_phases and "RANK" not in os.environ) else change
+    return (
+        None
+        if asked not in os.environ or (change is announce_phases and "RANK" not in os.environ)
+        else change
+    )
 
 
 def change_what_is_loaded() -> None:
@@ -62,13 +66,17 @@ def change_what_is_loaded() -> None:
             change(import_module(name))
 
 
-OF_IMAGES = re.compile(r"trainer\.policy\.vision|transformers\.models\.(?!auto)\w+\.(image_)?processing_\w+")
+OF_IMAGES = re.compile(
+    r"trainer\.policy\.vision|transformers\.models\.(?!auto)\w+\.(image_)?processing_\w+"
+)
 
 
 class _Changer:
     """Finds the modules of CHANGES in their usual place, and patches each once it is loaded."""
 
-    def find_spec(self, name: str, path: list[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: list[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if OF_IMAGES.fullmatch(name) and (noted := os.environ.get("HOTBUNK_TEST_IMPORTS")):
             with open(noted, "a") as file:
                 file.write(f"{name}\n")

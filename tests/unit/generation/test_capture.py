@@ -7,8 +7,12 @@ from generation.exact_ids import Generation, History
 from generation.server.conversations import ServedConversation, as_key
 
 
-def generation(prompt: list[int], answer: list[int], version: int = 3, reason: str = "stop") -> Generation:
-    return Generation(answer, [-float(token) for token in answer], reason, prompt_ids=prompt, weight_version=version)
+def generation(
+    prompt: list[int], answer: list[int], version: int = 3, reason: str = "stop"
+) -> Generation:
+    return Generation(
+        answer, [-float(token) for token in answer], reason, prompt_ids=prompt, weight_version=version
+    )
 
 
 def captured(*generations: Generation) -> History:
@@ -29,7 +33,7 @@ def test_turns_are_joined_and_what_lies_between_is_masked() -> None:
 
 
 def test_a_turn_continues_the_turn_before_it_and_not_an_earlier_one() -> None:
-    """A turn whose prompt begins with the ids of two turns continues the later one."""
+    """Return a turn whose prompt begins with the ids of two turns continues the later one."""
     first = generation([1, 2], [10])
     second = generation([*first.ids, 3], [11])
     (t,) = captured(first, second, generation([*second.ids, 4], [12])).trajectories()
@@ -56,15 +60,21 @@ def test_nothing_captured_is_no_trajectory() -> None:
 
 
 SPANS = st.lists(
-    st.tuples(st.integers(0, 6), st.lists(st.integers(0, 3), max_size=3), st.lists(st.integers(0, 3), min_size=1)),
+    st.tuples(
+        st.integers(0, 6),
+        st.lists(st.integers(0, 3), max_size=3),
+        st.lists(st.integers(0, 3), min_size=1),
+    ),
     min_size=1,
     max_size=8,
 )
 
 
 @given(SPANS)
-def test_the_masks_sum_to_the_number_of_sampled_tokens(spans: list[tuple[int, list[int], list[int]]]) -> None:
-    """The sums agree for random trees, in which generations continue earlier ones or begin anew, and ids
+def test_the_masks_sum_to_the_number_of_sampled_tokens(
+    spans: list[tuple[int, list[int], list[int]]],
+) -> None:
+    """Return the sums agree for random trees, in which generations continue earlier ones or begin anew, and ids
     collide often.
     """
     made: list[Generation] = []

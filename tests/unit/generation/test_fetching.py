@@ -12,8 +12,27 @@ from generation.server import fetching
 from generation.server.fetching import fetch, is_public
 
 LOCAL = [
-    *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1"),
-    *("255.255.255.255", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fec0::1", "ff02::1", "::ffff:127.0.0.1"),
+    *(
+        "127.0.0.1",
+        "10.1.2.3",
+        "172.16.0.1",
+        "192.168.1.1",
+        "169.254.169.254",
+        "100.64.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+    ),
+    *(
+        "255.255.255.255",
+        "::1",
+        "::",
+        "fe80::1",
+        "fe80::1%eth0",
+        "fc00::1",
+        "fec0::1",
+        "ff02::1",
+        "::ffff:127.0.0.1",
+    ),
     *("::ffff:10.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:53aa:64c:0:ffff:80ff:fffe"),
 ]
 
@@ -57,8 +76,10 @@ def internet() -> Iterator[ThreadingHTTPServer]:
 
 @pytest.fixture
 def at(internet: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Returns the public server's base address; of all loopback addresses, 127.0.0.3 alone counts as public."""
-    monkeypatch.setattr(fetching, "is_public", lambda address: address == "127.0.0.3" or is_public(address))
+    """Return the public server's base address; of all loopback addresses, 127.0.0.3 alone counts as public."""
+    monkeypatch.setattr(
+        fetching, "is_public", lambda address: address == "127.0.0.3" or is_public(address)
+    )
     return f"http://127.0.0.3:{internet.server_address[1]}"
 
 
@@ -73,7 +94,9 @@ def test_addresses_of_the_internet_are_public(address: str) -> None:
 
 
 def test_a_file_is_fetched_also_after_a_redirect(at: str) -> None:
-    assert [asyncio.run(fetch(f"{at}/{name}", 8)) for name in ("file", "far", "packed")] == [b"12345678"] * 3
+    assert [asyncio.run(fetch(f"{at}/{name}", 8)) for name in ("file", "far", "packed")] == [
+        b"12345678"
+    ] * 3
 
 
 @pytest.mark.parametrize(
@@ -96,7 +119,9 @@ def test_a_model_or_data_set_that_cannot_be_fetched_is_reported_in_one_sentence(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "2130706433", "0"])
-def test_nothing_is_asked_of_this_machine_however_it_is_named(internet: ThreadingHTTPServer, host: str) -> None:
+def test_nothing_is_asked_of_this_machine_however_it_is_named(
+    internet: ThreadingHTTPServer, host: str
+) -> None:
     before = list(internet.asked)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="cannot be fetched"):
         asyncio.run(fetch(f"http://{host}:{internet.server_address[1]}/file", 8))

@@ -47,7 +47,9 @@ def message(*parts: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("parts", [["", "first, ", "", " and last", ""], ["\n", "", "", "\n"], ["no image"]])
+@pytest.mark.parametrize(
+    "parts", [["", "first, ", "", " and last", ""], ["\n", "", "", "\n"], ["no image"]]
+)
 def test_a_prompt_is_expanded_as_the_models_own_processor_does_it(
     tiny_vlm: Callable[..., Path], family: str, parts: list[str]
 ) -> None:
@@ -130,7 +132,9 @@ RAMP = np.linspace(0, 1, 256).reshape(16, 16)
         ((RAMP * 255).astype(np.float32), "TIFF"),
     ],
 )
-def test_grey_pictures_of_more_than_8_bits_are_scaled_and_not_clipped(pixels: np.ndarray, kind: str) -> None:
+def test_grey_pictures_of_more_than_8_bits_are_scaled_and_not_clipped(
+    pixels: np.ndarray, kind: str
+) -> None:
     seen = np.asarray(Image.read(encoded(PIL.Image.fromarray(pixels), kind)).open())
     assert seen.dtype == np.uint8 and seen.mean() == pytest.approx(127.5, abs=0.1)
     expected = np.array([[round(255 * value) for value in row] for row in RAMP.tolist()])
@@ -234,7 +238,10 @@ def test_images_of_two_requests_are_decoded_in_turn(monkeypatch: pytest.MonkeyPa
     decoder = ThreadPoolExecutor(1)
 
     async def request(name: str, count: int) -> None:
-        parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{name}"}} for _ in range(count)]
+        parts = [
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{name}"}}
+            for _ in range(count)
+        ]
         (message,) = await _with_images([{"role": "user", "content": parts}], rules, decoder)
         assert len(message["content"]) == count
 

@@ -16,7 +16,7 @@ from trainer.rewards import RewardPool
 
 
 def write(folder: Path, **files: str) -> Path:
-    """Writes each `name=text` as name.py, `a__b` as a/b.py. Returns the folder."""
+    """Write each `name=text` as name.py, `a__b` as a/b.py. Return the folder."""
     for name, text in files.items():
         path = folder.joinpath(*name.split("__")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,8 +68,11 @@ def test_neighbours_of_the_same_name_stay_apart(tmp_path: Path, monkeypatch: pyt
 def test_neighbours_with_names_of_packages_disturb_nobody_else(tmp_path: Path) -> None:
     names = ("json", "trainer", "generation", "sharding", "hotbunk", "typing", "numpy")
     broken = dict.fromkeys(names, "raise RuntimeError('a neighbour was imported')\n")
-    text = "import json, typing, trainer.errors\ndef f(): return json.dumps(1), trainer.errors.UserError\n"
-    (write(tmp_path, reward=text, **broken) / "datasets").mkdir()  # a folder of data, which is not a package
+    text = (
+        "import json, typing, trainer.errors\ndef f(): return json.dumps(1), trainer.errors.UserError\n"
+    )
+    # A folder of data, which is not a package
+    (write(tmp_path, reward=text, **broken) / "datasets").mkdir()
     write(tmp_path, loads="import datasets\ndef f(): return datasets.Dataset\n")
     import datasets
 
@@ -82,15 +85,25 @@ def test_neighbours_with_names_of_packages_disturb_nobody_else(tmp_path: Path) -
 
 
 def test_a_missing_module_is_named_with_file_line_and_remedy(tmp_path: Path) -> None:
-    write(tmp_path, reward="import os\nimport helpers\n", helpers="\nfrom gone.deeply import x\n", part="import p.b\n")
+    write(
+        tmp_path,
+        reward="import os\nimport helpers\n",
+        helpers="\nfrom gone.deeply import x\n",
+        part="import p.b\n",
+    )
     (tmp_path / "p").mkdir()
     absent = f"which is neither installed nor in {tmp_path}: install the package that has it, or correct the name"
-    for name, place in {"reward": "helpers.py, line 2, imports gone", "part": "part.py, line 1, imports p.b"}.items():
+    for name, place in {
+        "reward": "helpers.py, line 2, imports gone",
+        "part": "part.py, line 1, imports p.b",
+    }.items():
         with pytest.raises(ValueError) as caught:
             load(f"{tmp_path}/{name}.py:f")
         assert str(caught.value).endswith(f"cannot be loaded: {tmp_path}/{place}, {absent}")
         assert "beside_" not in str(caught.value)
-    with pytest.raises(ValueError, match="there is no module gone_as_well: install the package that has it"):
+    with pytest.raises(
+        ValueError, match="there is no module gone_as_well: install the package that has it"
+    ):
         load("gone_as_well.part:f")
 
 
@@ -103,7 +116,11 @@ def test_a_file_that_failed_is_read_again(tmp_path: Path) -> None:
 
 
 def test_reward_processes_import_neighbours(tmp_path: Path) -> None:
-    write(tmp_path, reward="from helpers import judge\nreward = judge\n", helpers="judge = lambda completion: 0.75\n")
+    write(
+        tmp_path,
+        reward="from helpers import judge\nreward = judge\n",
+        helpers="judge = lambda completion: 0.75\n",
+    )
     function = RewardFunction(name=f"{tmp_path}/reward.py:reward")
     with RewardPool(RewardConfig(functions=[function], workers=1, timeout_s=60)) as pool:
         result = asyncio.run(pool.score(prompt="1", completion="2", row={}, finish_reason="stop"))
@@ -114,7 +131,9 @@ def test_home_and_variables_in_import_strings(tmp_path: Path, monkeypatch: pytes
     write(tmp_path / "mine", reward="f = 7\n")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("MINE", str(tmp_path / "mine"))
-    assert [load(f"{name}/reward.py:f") for name in ("~/mine", "$MINE", "${MINE}", "$HOME/mine")] == [7] * 4
+    assert [load(f"{name}/reward.py:f") for name in ("~/mine", "$MINE", "${MINE}", "$HOME/mine")] == [
+        7
+    ] * 4
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert importable("$MINE/reward.py:f") == "reward:f"
     with pytest.raises(ValueError, match=r"'\$GONE/reward.py:f' cannot be loaded: \$GONE is not set"):
@@ -122,9 +141,16 @@ def test_home_and_variables_in_import_strings(tmp_path: Path, monkeypatch: pytes
 
 
 def test_pickled_objects_open_where_the_file_is_loaded(tmp_path: Path) -> None:
-    write(tmp_path, kinds="import helpers\nclass Kind(helpers.Base):\n    pass\n", helpers="class Base:\n    x = 1\n")
+    write(
+        tmp_path,
+        kinds="import helpers\nclass Kind(helpers.Base):\n    pass\n",
+        helpers="class Base:\n    x = 1\n",
+    )
     kind = load(f"{tmp_path}/kinds.py:Kind")
     script = "import pickle, sys; from generation.importing import load; load(sys.argv[1])\n"
     script += "print(pickle.load(sys.stdin.buffer)().x)"
     command = [sys.executable, "-c", script, f"{tmp_path}/kinds.py:Kind"]
-    assert subprocess.run(command, input=pickle.dumps(kind), capture_output=True, check=True).stdout == b"1\n"
+    assert (
+        subprocess.run(command, input=pickle.dumps(kind), capture_output=True, check=True).stdout
+        == b"1\n"
+    )

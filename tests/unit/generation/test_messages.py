@@ -13,12 +13,20 @@ USER = {"role": "user", "content": "weather in Bern?"}
 ARGUMENTS = {"city": "Bern", "unit": None, "days": [1, {"a": None}]}
 TOOL = {
     "type": "function",
-    "function": {"name": "weather", "description": "of a city", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "weather",
+        "description": "of a city",
+        "parameters": {"type": "object", "properties": {}},
+    },
 }
 
 
 def call(arguments: Any, **more: Any) -> dict[str, Any]:
-    return {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": arguments}} | more
+    return {
+        "id": "call00001",
+        "type": "function",
+        "function": {"name": "weather", "arguments": arguments},
+    } | more
 
 
 def asks(arguments: Any, **more: Any) -> dict[str, Any]:
@@ -33,17 +41,29 @@ FORMS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     ),
     "empty arguments": ([USER, asks("")], [USER, asks({})]),
     "calls as JSON text": (
-        [USER, {"role": "assistant", "tool_calls": '[{"name": "weather", "arguments": {"city": "Bern"}}]'}],
+        [
+            USER,
+            {"role": "assistant", "tool_calls": '[{"name": "weather", "arguments": {"city": "Bern"}}]'},
+        ],
         [
             USER,
             {
                 "role": "assistant",
-                "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}],
+                "tool_calls": [
+                    {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+                ],
             },
         ],
     ),
     "a call of the old interface": (
-        [USER, {"role": "assistant", "content": "", "function_call": {"name": "weather", "arguments": "{}"}}],
+        [
+            USER,
+            {
+                "role": "assistant",
+                "content": "",
+                "function_call": {"name": "weather", "arguments": "{}"},
+            },
+        ],
         [
             USER,
             {
@@ -74,7 +94,10 @@ FORMS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         [{"role": "user", "content": [{"type": "text", "text": text} for text in "abc"]}],
     ),
     "a number": ([{"role": "user", "content": 12}], [{"role": "user", "content": "12"}]),
-    "a tool's object": ([{"role": "tool", "content": {"sun": None}}], [{"role": "tool", "content": {"sun": None}}]),
+    "a tool's object": (
+        [{"role": "tool", "content": {"sun": None}}],
+        [{"role": "tool", "content": {"sun": None}}],
+    ),
 }
 
 
@@ -99,8 +122,14 @@ def test_messages_in_each_form_that_is_certain_become_one_form(form: str) -> Non
         ([{"role": "user", "body": "a"}], r"message \(1\) without content; it has only role, body"),
         ([{"role": "user", "content": []}], r"message \(1\) without content"),
         ([{"role": "assistant", "content": None}], r"message \(1\) without content"),
-        ([{"role": "user", "content": {"parts": ["a"]}}], r"message \(1\) with a part without text; it has only parts"),
-        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "part without text; it has only type"),
+        (
+            [{"role": "user", "content": {"parts": ["a"]}}],
+            r"message \(1\) with a part without text; it has only parts",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": None}]}],
+            "part without text; it has only type",
+        ),
         ([{"role": "user", "content": [5]}], "a part that is int"),
         ([{"role": "user", "content": True}], "whose content is bool"),
         (
@@ -109,8 +138,14 @@ def test_messages_in_each_form_that_is_certain_become_one_form(form: str) -> Non
         ),
         ([USER, asks('["Bern"]')], "arguments are not a JSON object"),
         ([USER, asks(5)], "arguments are not a JSON object: 5"),
-        ([USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}], "no name of a function"),
-        ([USER, {"role": "assistant", "tool_calls": "weather()"}], "tool_calls are text that is not JSON"),
+        (
+            [USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}],
+            "no name of a function",
+        ),
+        (
+            [USER, {"role": "assistant", "tool_calls": "weather()"}],
+            "tool_calls are text that is not JSON",
+        ),
     ],
 )
 def test_messages_that_are_not_certain_are_refused_by_number(messages: Any, sentence: str) -> None:
@@ -119,7 +154,17 @@ def test_messages_that_are_not_certain_are_refused_by_number(messages: Any, sent
 
 
 @pytest.mark.parametrize(
-    "text", ["[1, 2] + [3]", "[1, 2]", '[{"a": 1}]', '{"a": 1}', "[]", "[" * 10_000, "{x | x > 1}", "[{'a': 1}]"]
+    "text",
+    [
+        "[1, 2] + [3]",
+        "[1, 2]",
+        '[{"a": 1}]',
+        '{"a": 1}',
+        "[]",
+        "[" * 10_000,
+        "{x | x > 1}",
+        "[{'a': 1}]",
+    ],
 )
 def test_text_that_begins_like_json_is_still_text(text: str) -> None:
     assert messages_in(text) == text
@@ -159,7 +204,7 @@ def test_tools_that_cannot_be_meant_are_refused(value: Any, offered: list[Any], 
 
 
 def expected(kind: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of the test below by hand, in the form that a kind of template documents."""
+    """Return the messages of the test below by hand, in the form that a kind of template documents."""
     adapted = copy.deepcopy(messages)
     for message in adapted:
         if kind == "deepseek" and "tool_calls" in message:
@@ -175,7 +220,10 @@ def test_each_kind_of_template_gets_what_transformers_would_render(kind: str) ->
     tokenizer = small_tokenizer(TEMPLATES[kind])
     written = [
         {"role": "System", "content": "be brief"},
-        {"role": "user", "content": [{"type": "text", "text": "weather "}, {"type": "text", "text": "in Bern?"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "weather "}, {"type": "text", "text": "in Bern?"}],
+        },
         asks('{"city": "Bern", "unit": null}', content=None),
         {"role": "tool", "content": {"sun": True}},
         {"role": "assistant", "text": "sunny"},
@@ -192,7 +240,10 @@ def test_each_kind_of_template_gets_what_transformers_would_render(kind: str) ->
     tools: list[Any] | None = [TOOL]
     if kind == "gemma3":
         tools = None
-        plain[1]["content"] = [{"type": "text", "text": "weather "}, {"type": "text", "text": "in Bern?"}]
+        plain[1]["content"] = [
+            {"type": "text", "text": "weather "},
+            {"type": "text", "text": "in Bern?"},
+        ]
         written, plain = ([messages[index] for index in (0, 1, 4, 5)] for messages in (written, plain))
     rendered = chat_form(tokenizer).render(clean_messages(written), tools=tools)
     theirs = tokenizer.apply_chat_template(
@@ -203,12 +254,16 @@ def test_each_kind_of_template_gets_what_transformers_would_render(kind: str) ->
 
 def test_a_template_without_calls_is_said_to_leave_them_out() -> None:
     form = chat_form(small_tokenizer(TEMPLATES["gemma3"]))
-    with pytest.raises(ValueError, match="a tool call beside a text, which the chat template leaves out"):
+    with pytest.raises(
+        ValueError, match="a tool call beside a text, which the chat template leaves out"
+    ):
         form.render([USER, {"role": "assistant", "content": "hm"} | asks({})])
 
 
 def test_a_call_beside_an_answer_that_the_template_drops_is_refused() -> None:
-    with pytest.raises(ValueError, match="a tool call beside a text, which the chat template leaves out"):
+    with pytest.raises(
+        ValueError, match="a tool call beside a text, which the chat template leaves out"
+    ):
         chat_form(small_tokenizer(TEMPLATES["deepseek"])).render([USER, asks({}, content="I look.")])
 
 
@@ -225,7 +280,9 @@ def test_a_template_of_parts_alone_gets_text_as_a_part() -> None:
 def test_parts_that_are_no_text_need_a_template_of_parts() -> None:
     image = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
     assert "<start_of_image>what?" in chat_form(small_tokenizer(TEMPLATES["gemma3"])).render(image)
-    with pytest.raises(ValueError, match="a part of the type 'image', but the chat template takes text only"):
+    with pytest.raises(
+        ValueError, match="a part of the type 'image', but the chat template takes text only"
+    ):
         chat_form(small_tokenizer(TEMPLATES["qwen3"])).render(image)
 
 
@@ -255,7 +312,9 @@ def test_a_text_with_a_bos_gets_no_second_one() -> None:
 
     tokenizer = small_tokenizer(None)
     bos = tokenizer.bos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", bos)]
+    )
     [with_one, without, two] = plain_ids(tokenizer, ["<s>ab", "ab", "<s><s>ab"])
     assert with_one == without == [bos, *tokenizer("ab", add_special_tokens=False)["input_ids"]]
     assert two == [bos, *with_one]

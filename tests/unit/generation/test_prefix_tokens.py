@@ -45,14 +45,18 @@ def rendered(tokenizer: Any, template: str, messages: list[dict[str, Any]], open
 
 
 def talk(*texts: str) -> list[dict[str, Any]]:
-    """Returns messages of user and assistant in turn."""
+    """Return messages of user and assistant in turn."""
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-def spliced(tokenizer: Any, template: str, ids: list[int], messages: list[dict[str, Any]], **kwargs: Any) -> list[int]:
+def spliced(
+    tokenizer: Any, template: str, ids: list[int], messages: list[dict[str, Any]], **kwargs: Any
+) -> list[int]:
     last = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
     until = rendered(tokenizer, template, messages[: last + 1], False)
-    return replace_prefix_tokens(tokenizer, ids, until, rendered(tokenizer, template, messages, True), **kwargs)
+    return replace_prefix_tokens(
+        tokenizer, ids, until, rendered(tokenizer, template, messages, True), **kwargs
+    )
 
 
 class Words:
@@ -80,9 +84,18 @@ def test_examples_of_nemo_rl_replace_prefix_tokens() -> None:
     model, until = [11, 12, 13, 40, 41, 220, 17, 2], [11, 12, 13, 40, 41, 1001, 2]
     conversation_ids = [*until, 21, 22, 40, 41]
     assert replace_prefix_tokens(Words(), model, until, conversation_ids) == [*model, 21, 22, 40, 41]
-    assert replace_prefix_tokens(Words(), model[:-1], until, conversation_ids) == [*model, 21, 22, 40, 41]  # cut short
+    # Cut short
+    assert replace_prefix_tokens(Words(), model[:-1], until, conversation_ids) == [
+        *model,
+        21,
+        22,
+        40,
+        41,
+    ]
     assert replace_prefix_tokens(Words(), [], until, conversation_ids) == conversation_ids
-    with pytest.raises(ValueError, match=r"do not belong to the prefix ids: they say .*<41> 4' .* have .*<41>no'"):
+    with pytest.raises(
+        ValueError, match=r"do not belong to the prefix ids: they say .*<41> 4' .* have .*<41>no'"
+    ):
         replace_prefix_tokens(Words(), [11, 12, 13, 40, 41, 99, 2], until, conversation_ids)
     # A prefix of a user's words, where no answer has been given yet.
     until, conversation_ids = [5, 94224, 2, 198], [5, 94224, 2, 198, 6, 7, 198]
@@ -120,11 +133,15 @@ def test_text_after_the_end_of_an_answer_is_the_templates(tokenizer: PreTrainedT
     result = spliced(tokenizer, SIGNED, ids, talk("q0", "so", "q1"))
     assert result == rendered(tokenizer, SIGNED, talk("q0", "so", "q1"), True)
     assert result[: len(ids)] == ids
-    assert tokenizer.decode(result[len(ids) :]).startswith("(signed)\n<|im_start|>user\nq1<|im_end|>(signed)")
+    assert tokenizer.decode(result[len(ids) :]).startswith(
+        "(signed)\n<|im_start|>user\nq1<|im_end|>(signed)"
+    )
 
 
 @pytest.mark.parametrize("template", [CHAT + OPENING, FORGETFUL, INSTRUCT, SHORT])
-def test_thoughts_and_turns_that_a_template_drops_stay(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+def test_thoughts_and_turns_that_a_template_drops_stay(
+    tokenizer: PreTrainedTokenizerFast, template: str
+) -> None:
     """In four turns, each prompt begins with the whole turn before it, and ends with everything that followed its
     answer.
     """
@@ -144,10 +161,11 @@ def test_thoughts_and_turns_that_a_template_drops_stay(tokenizer: PreTrainedToke
 
 
 def test_counting_ends_would_lose_a_users_turn(tokenizer: PreTrainedTokenizerFast) -> None:
-    """A tool's reply and a question follow the answer although the template has dropped two turns before it."""
+    """Return a tool's reply and a question follow the answer although the template has dropped two turns before it."""
     template = CHAT.replace("in messages", "in messages[-4:]") + OPENING
     messages = [*talk("q0", "a0", "q1", "a1"), {"role": "tool", "content": "42"}, *talk("q2")]
-    ids = rendered(tokenizer, CHAT, talk("q0", "a0", "q1", "a1"), False)[:-1]  # sampled up to the end, not the newline
+    # Sampled up to the end, not the newline
+    ids = rendered(tokenizer, CHAT, talk("q0", "a0", "q1", "a1"), False)[:-1]
     until = rendered(tokenizer, template, messages[:4], False)
     conversation_ids = rendered(tokenizer, template, messages, True)
     ends = [i for i, token in enumerate(conversation_ids) if token == tokenizer.eos_token_id]
@@ -155,7 +173,9 @@ def test_counting_ends_would_lose_a_users_turn(tokenizer: PreTrainedTokenizerFas
         ends
     )  # so the fourth end of the conversation is the last question's
     prompt = replace_prefix_tokens(tokenizer, ids, until, conversation_ids)
-    expected = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n"
+    expected = (
+        "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert tokenizer.decode(prompt[len(ids) :]) == expected
 
 
@@ -180,20 +200,30 @@ def test_messages_of_another_conversation_are_refused(
 
 
 def test_any_of_several_end_tokens_ends_an_answer(tokenizer: PreTrainedTokenizerFast) -> None:
-    """The policy's EOS, which differs from the template's, stays in the ids."""
+    """Return the policy's EOS, which differs from the template's, stays in the ids."""
     prompt, pad = rendered(tokenizer, CHAT + OPENING, talk("q0"), True), tokenizer.pad_token_id
     ids = [*prompt, *tokenizer("so")["input_ids"], pad]
     result = spliced(
-        tokenizer, CHAT + OPENING, ids, talk("q0", "so", "q1"), eos_token_ids=[tokenizer.eos_token_id, pad]
+        tokenizer,
+        CHAT + OPENING,
+        ids,
+        talk("q0", "so", "q1"),
+        eos_token_ids=[tokenizer.eos_token_id, pad],
     )
     assert result[: len(ids)] == ids
-    assert tokenizer.decode(result[len(ids) :]) == "\n<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        tokenizer.decode(result[len(ids) :])
+        == "\n<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_ids_of_a_tool_call_in_other_spelling_are_kept(tokenizer: PreTrainedTokenizerFast) -> None:
     """Whitespace, key order and escapes of a call's JSON are the template's when it is rendered; the ids are kept."""
     call = {"function": {"name": "add", "arguments": {"a": 1, "b": "é"}}, "type": "function", "id": "x"}
-    messages: list[dict[str, Any]] = [*talk("q0"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages: list[dict[str, Any]] = [
+        *talk("q0"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
     messages.append({"role": "tool", "content": "2", "tool_call_id": "x"})
     prompt = rendered(tokenizer, tokenizer.chat_template, talk("q0"), True)
     answer = '<tool_call>\n{"arguments": {"b":"\\u00e9","a":1}, "name":"add"}\n</tool_call>'
@@ -207,13 +237,16 @@ def test_ids_of_a_tool_call_in_other_spelling_are_kept(tokenizer: PreTrainedToke
         spliced(tokenizer, tokenizer.chat_template, ids, messages)
 
 
-SAMPLED = st.lists(st.integers(3, 290), max_size=12)  # bytes that are no text, marks, ids that the tokenizer lacks
+# Bytes that are no text, marks, ids that the tokenizer lacks
+SAMPLED = st.lists(st.integers(3, 290), max_size=12)
 
 
 @settings(max_examples=30, deadline=None)
 @given(turns=st.lists(st.tuples(SAMPLED, st.booleans(), st.text(max_size=8)), min_size=1, max_size=5))
-def test_turn_k1_begins_with_turn_k_whatever_was_sampled(turns: list[tuple[list[int], bool, str]]) -> None:
-    """Turns of a ChatHistory with random ids, some answers cut short, and random texts of tools begin with those
+def test_turn_k1_begins_with_turn_k_whatever_was_sampled(
+    turns: list[tuple[list[int], bool, str]],
+) -> None:
+    """Turn of a ChatHistory with random ids, some answers cut short, and random texts of tools begin with those
     before.
     """
     tokenizer = TOKENIZER
@@ -222,7 +255,9 @@ def test_turn_k1_begins_with_turn_k_whatever_was_sampled(turns: list[tuple[list[
     for sampled, ends, reply in turns:
         prompt = history.prompt_ids(messages)
         token_ids = [*sampled, *([tokenizer.eos_token_id] if ends else [])]
-        generation = Generation(token_ids, [-1.0] * len(token_ids), "stop" if ends else "length", prompt_ids=prompt)
+        generation = Generation(
+            token_ids, [-1.0] * len(token_ids), "stop" if ends else "length", prompt_ids=prompt
+        )
         answer = {"role": "assistant", "content": tokenizer.decode(token_ids, skip_special_tokens=True)}
         history.record(messages, answer, generation)
         messages = [*messages, answer, {"role": "tool", "content": reply}]
@@ -234,7 +269,9 @@ def test_turn_k1_begins_with_turn_k_whatever_was_sampled(turns: list[tuple[list[
     assert history.retemplated == 0
 
 
-def test_a_conversation_is_rendered_twice_a_turn_at_any_length(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_conversation_is_rendered_twice_a_turn_at_any_length(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     class Counting:
         calls = 0
         eos_token_id, chat_template = tokenizer.eos_token_id, tokenizer.chat_template
@@ -257,7 +294,9 @@ def test_a_conversation_is_rendered_twice_a_turn_at_any_length(tokenizer: PreTra
         calls.append(Counting.calls - before)
         token_ids = [*tokenizer(f"a{turn}")["input_ids"], tokenizer.eos_token_id]
         answer = {"role": "assistant", "content": f"a{turn}"}
-        history.record(messages, answer, Generation(token_ids, [0.0] * len(token_ids), prompt_ids=prompt))
+        history.record(
+            messages, answer, Generation(token_ids, [0.0] * len(token_ids), prompt_ids=prompt)
+        )
         messages = [*messages, answer, *talk("q")]
     assert len(set(calls[1:])) == 1
 
@@ -269,20 +308,29 @@ def test_answers_are_recognised_however_a_client_writes_them(tokenizer: PreTrain
     history.record(question, {"role": "assistant", "content": None, "tool_calls": [call]}, generation)
     again = call | {"function": {"name": "f", "arguments": '{"y":2,"x":1}'}}
     parts = [{"role": "user", "content": [{"type": "text", "text": "q0"}]}]
-    for answer in ({"content": "", "tool_calls": [again], "refusal": None}, {"tool_calls": [call], "reasoning": "r"}):
-        prefix = history.known_prefix([*parts, {"role": "assistant", **answer}, {"role": "tool", "content": "3"}])
+    for answer in (
+        {"content": "", "tool_calls": [again], "refusal": None},
+        {"tool_calls": [call], "reasoning": "r"},
+    ):
+        prefix = history.known_prefix(
+            [*parts, {"role": "assistant", **answer}, {"role": "tool", "content": "3"}]
+        )
         assert prefix == KnownPrefix(generation.ids, 2)
     assert history.known_prefix([*parts, {"role": "assistant", "content": "else"}]) is None
     assert history.known_prefix([*talk("q1"), {"role": "assistant", "tool_calls": [call]}]) is None
 
 
-def test_conversations_are_templated_again_where_ids_cannot_be_kept(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_conversations_are_templated_again_where_ids_cannot_be_kept(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     endless = make_tokenizer()
     endless.chat_template = NO_ENDS
     history = ChatHistory(endless)
     generation = Generation([20, 2], [0.0, 0.0], prompt_ids=history.prompt_ids(talk("q")))
     history.record(talk("q"), {"role": "assistant", "content": "a"}, generation)
-    assert history.prompt_ids(talk("q", "a", "r")) == rendered(endless, NO_ENDS, talk("q", "a", "r"), True)
+    assert history.prompt_ids(talk("q", "a", "r")) == rendered(
+        endless, NO_ENDS, talk("q", "a", "r"), True
+    )
     assert history.retemplated == 1
 
 
@@ -290,7 +338,7 @@ def test_conversations_are_templated_again_where_ids_cannot_be_kept(tokenizer: P
 def test_an_answer_that_a_stop_string_has_cut_within_a_word_is_kept(
     answer_text: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """The client has the text before the stop string, the ids have all that was sampled."""
+    """Return the client has the text before the stop string, the ids have all that was sampled."""
     ids = [*rendered(tokenizer, CHAT + OPENING, talk("q"), True), *tokenizer("one two")["input_ids"]]
     after = "<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n"
     conversation_ids = [*ids, *tokenizer(after, add_special_tokens=False)["input_ids"]]

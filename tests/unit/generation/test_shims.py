@@ -20,7 +20,11 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a program in a Python that has inherited nothing of this process's."""
     surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
-        [sys.executable, "-c", code], env=surroundings | environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code],
+        env=surroundings | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 

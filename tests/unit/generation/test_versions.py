@@ -29,7 +29,9 @@ def test_versions_that_do_not_cover_the_tokens_are_refused_with_the_place(
         trajectory(versions=versions)
     with pytest.raises(ValueError, match=f"^an answer at place \\(4, 1\\): .*{complaint}"):
         Generation([7, 8, 9], [-1.0] * 3, place=(4, 1), versions=versions)
-    with pytest.raises(ValueError, match=f"^an unfinished answer to a prompt of 2 tokens: .*{complaint}"):
+    with pytest.raises(
+        ValueError, match=f"^an unfinished answer to a prompt of 2 tokens: .*{complaint}"
+    ):
         Unfinished([5, 6], 1, 10, [7, 8, 9], [-1.0] * 3, versions)
 
 
@@ -54,8 +56,10 @@ def test_the_newest_version_is_the_trajectory_s() -> None:
 
 
 def test_a_trajectory_has_the_versions_of_its_answers() -> None:
-    """A turn at versions 3 and 4, a tool's reply, a turn at 4 and 6; answers of other conversations do not count."""
-    done = Trajectory(0, 0, [1, 2], [7, 8, 9, 50, 51, 10, 11], [1, 1, 1, 0, 0, 1, 1], [0.0] * 7, weight_version=3)
+    """Return a turn at versions 3 and 4, a tool's reply, a turn at 4 and 6; answers of other conversations do not count."""
+    done = Trajectory(
+        0, 0, [1, 2], [7, 8, 9, 50, 51, 10, 11], [1, 1, 1, 0, 0, 1, 1], [0.0] * 7, weight_version=3
+    )
     first = Generation([7, 8, 9], [0.0] * 3, prompt_ids=[1, 2], versions=[(3, 0), (4, 2)])
     second = Generation([10, 11], [0.0] * 2, prompt_ids=[*first.ids, 50, 51], versions=[(4, 0), (6, 1)])
     elsewhere = Generation([7, 7], [0.0] * 2, prompt_ids=[1, 2], versions=[(9, 0)])

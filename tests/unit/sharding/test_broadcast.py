@@ -54,7 +54,9 @@ class Apart:
     messages.
     """
 
-    def __init__(self, bucket_bytes: int = 1 << 20, shards: bool = True, verify: str = "full", **more: Any) -> None:
+    def __init__(
+        self, bucket_bytes: int = 1 << 20, shards: bool = True, verify: str = "full", **more: Any
+    ) -> None:
         self.weights = small_weights(0, TIMES)
         source: Any = FsdpWeightSource(list(self.weights.items()), torch.float32)
         self.source = source if shards else Whole(source)
@@ -65,7 +67,7 @@ class Apart:
         self.join(settings)
 
     def join(self, settings: SyncSettings, session: int = 0) -> None:
-        """Has all workers join a new group."""
+        """Have all workers join a new group."""
         self.sender = CollectiveSender(self.source, CPU, settings, workers=3, session=session)
         place = self.sender.ip, self.sender.port, 4
         before = (0, 1, 1)  # workers of earlier engines
@@ -75,11 +77,13 @@ class Apart:
         assert [call.result()["error"] for call in joining] == [None] * 3
 
     def send(self, version: int, count: int | None = None) -> Any:
-        """Sends changed weights, of each `count` elements or all, and checks that every worker holds the weights of one
+        """Send changed weights, of each `count` elements or all, and check that every worker holds the weights of one
         that has loaded them directly.
         """
         for name, weight in small_weights(version, TIMES).items():
-            places = torch.randperm(weight.numel(), generator=torch.Generator().manual_seed(version))[:count]
+            places = torch.randperm(weight.numel(), generator=torch.Generator().manual_seed(version))[
+                :count
+            ]
             self.weights[name].flatten()[places] = weight.flatten()[places]
         report = self.sender.send(version, self.calls())
         for worker in self.workers:
@@ -93,7 +97,7 @@ class Apart:
         return [self.pool.submit(worker.update_weights_from_collective, 20.0) for worker in self.workers]
 
     def nbytes(self, *names: str) -> int:
-        """Returns the bytes that one send of these weights takes; without names, one send of all weights."""
+        """Return the bytes that one send of these weights takes; without names, one send of all weights."""
         parameters = [p for p in self.source.parameters() if not names or p.name in names]
         return BucketPlan(parameters, 1 << 20).nbytes
 
@@ -110,22 +114,30 @@ def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 def test_recorded_weights_are_sent_once_and_verified_on_each_workers_part(
     apart: Apart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second send of all weights is needed only where the source cannot say what its rank holds."""
+    """Return a second send of all weights is needed only where the source cannot say what its rank holds."""
     kinds: list[str] = []
     post = Link.post
-    monkeypatch.setattr(Link, "post", lambda link, kind, **fields: [kinds.append(kind), post(link, kind, **fields)])
+    monkeypatch.setattr(
+        Link, "post", lambda link, kind, **fields: [kinds.append(kind), post(link, kind, **fields)]
+    )
     first = apart.send(1)
     assert (first.nbytes, first.verified) == (2 * apart.nbytes(), "full"), "it is recorded"
     for version in (2, 3):
         kinds.clear()
         report = apart.send(version)
         again = apart.nbytes("scaled") if isinstance(apart.source, FsdpWeightSource) else apart.nbytes()
-        assert (report.nbytes - apart.nbytes(), report.verified) == (again, "full"), "`scaled` is left to its loader"
-        assert kinds == [kind for kind in ("begin", "bucket", "finish", "compare", "end") for _ in apart.workers]
+        assert (report.nbytes - apart.nbytes(), report.verified) == (again, "full"), (
+            "`scaled` is left to its loader"
+        )
+        assert kinds == [
+            kind for kind in ("begin", "bucket", "finish", "compare", "end") for _ in apart.workers
+        ]
         assert report.messages == len(kinds)
 
 
-@pytest.mark.parametrize(("rank", "where"), [(1, "weights rank 1"), (2, "weights rank 2"), (3, "weights rank 3")])
+@pytest.mark.parametrize(
+    ("rank", "where"), [(1, "weights rank 1"), (2, "weights rank 2"), (3, "weights rank 3")]
+)
 def test_a_wrong_weight_of_one_worker_is_named_and_the_next_update_repairs_it(
     apart: Apart, rank: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +154,9 @@ def test_a_wrong_weight_of_one_worker_is_named_and_the_next_update_repairs_it(
     gather = apart.source.gather_into
     with monkeypatch.context() as patch:
         patch.setattr(extension.Receiver, "_load", spoiled)
-        patch.setattr(apart.source, "gather_into", lambda names, slots: [sent.extend(names), gather(names, slots)])
+        patch.setattr(
+            apart.source, "gather_into", lambda names, slots: [sent.extend(names), gather(names, slots)]
+        )
         message = f"the worker on {where} does not hold what was sent: columns differ"
         calls = apart.calls()
         with pytest.raises(RemoteError, match=message) as caught:
@@ -150,11 +164,15 @@ def test_a_wrong_weight_of_one_worker_is_named_and_the_next_update_repairs_it(
     assert str(caught.value).count("does not hold") == 1
     assert all("broke the update off" in call.result()["error"] for call in calls)
     if isinstance(apart.source, FsdpWeightSource):
-        assert sorted(sent) == sorted([*apart.weights, "scaled"]), "nothing but `scaled` was gathered a second time"
+        assert sorted(sent) == sorted([*apart.weights, "scaled"]), (
+            "nothing but `scaled` was gathered a second time"
+        )
     assert apart.send(3).verified == "full"
 
 
-def test_weights_larger_than_a_bucket_travel_in_parts_once_they_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_larger_than_a_bucket_travel_in_parts_once_they_are_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(extension, "_PLAIN_ON_CPU", True)
     apart = Apart(bucket_bytes=1024)
     assert apart.send(1).staging_bytes == 2 * 6144, "the 5760 bytes of `a`"
@@ -167,7 +185,7 @@ def test_weights_larger_than_a_bucket_travel_in_parts_once_they_are_recorded(mon
 
 @pytest.fixture(params=[(1 << 20, "full"), (1024, "sample")], ids=["", "in parts"])
 def patched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Apart]:
-    """Returns workers that have been sent everything, and patches next."""
+    """Return workers that have been sent everything, and patches next."""
     monkeypatch.setattr(extension, "_PLAIN_ON_CPU", True)
     apart = Apart(request.param[0], verify=request.param[1], delta=True)
     first, second = (apart.send(version) for version in (1, 2))
@@ -179,11 +197,14 @@ def patched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_ten_patched_updates_are_the_policys_on_every_worker_in_few_bytes(patched: Apart) -> None:
     """Float32 values of 2 words each change in 4 elements of a weight; `scaled`, left to its loader, travels whole."""
-    most = 4 * 4 * 2 * 4 + 20 * 16 + 2 * patched.nbytes("scaled")  # of four weights, of counts and padding, and whole
+    # Of four weights, of counts and padding, and whole
+    most = 4 * 4 * 2 * 4 + 20 * 16 + 2 * patched.nbytes("scaled")
     for version in range(3, 13):
         report = patched.send(version, count=4)
         print(f"update {version}: {report.nbytes - report.spared} of {report.nbytes} bytes")
-        assert report.nbytes - report.spared <= most + patched.nbytes("scaled") and most < report.nbytes / 4
+        assert (
+            report.nbytes - report.spared <= most + patched.nbytes("scaled") and most < report.nbytes / 4
+        )
         assert report.verified in ("sample", "full") and not report.resent
 
 
@@ -191,7 +212,7 @@ def test_ten_patched_updates_are_the_policys_on_every_worker_in_few_bytes(patche
 def test_what_a_patch_does_not_prove_is_found_and_everything_sent_again(
     patched: Apart, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong word in a worker's weights, on the way, or in what rank 0 knows of them."""
+    """Return a wrong word in a worker's weights, on the way, or in what rank 0 knows of them."""
     replace, last_sent = LastSent.replace, patched.sender._update.transport.last_sent  # type: ignore[attr-defined]
 
     def damaged(self: LastSent, bucket: Tensor, fields: dict[str, Any]) -> Tensor | None:
@@ -210,7 +231,9 @@ def test_what_a_patch_does_not_prove_is_found_and_everything_sent_again(
             )  # as if it was sent
         else:
             changes.setattr(LastSent, "replace", damaged)
-        report = patched.send(13, count=4) if place != "trainer" else patched.sender.send(13, patched.calls())
+        report = (
+            patched.send(13, count=4) if place != "trainer" else patched.sender.send(13, patched.calls())
+        )
     assert "does not hold what was sent" in report.resent and report.spared > 0
     report = patched.send(14, count=4)
     assert report.spared > report.nbytes / 2 and not report.resent
@@ -249,5 +272,8 @@ def test_nothing_is_patched_in_an_update_that_digests_do_not_prove(patched: Apar
     sender.use(source)
     update.settings = settings
     report = patched.send(4, count=4)
-    assert (report.spared, report.resent) == (0, "digests did not compare all weights of the update before")
+    assert (report.spared, report.resent) == (
+        0,
+        "digests did not compare all weights of the update before",
+    )
     assert patched.send(5, count=4).spared > 0

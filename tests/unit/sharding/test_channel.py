@@ -42,7 +42,7 @@ GARBAGE = {
 
 
 def raw_socket(endpoint: str) -> "zmq.Socket[bytes]":
-    """Returns the socket of a peer that can send any bytes."""
+    """Return the socket of a peer that can send any bytes."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(endpoint)
     return socket
@@ -59,12 +59,15 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, mode: int) ->
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
-def test_bytes_that_are_no_message_end_the_connecting_with_a_sentence(tmp_path: Path, garbage: bytes) -> None:
+def test_bytes_that_are_no_message_end_the_connecting_with_a_sentence(
+    tmp_path: Path, garbage: bytes
+) -> None:
     listener = Listener(tmp_path, "weights-0")
     stray = raw_socket(listener.endpoint)
     stray.send(garbage)
     with pytest.raises(
-        SyncError, match=r"(not a message|without a kind) arrived instead of a connection from the worker on cpu:0"
+        SyncError,
+        match=r"(not a message|without a kind) arrived instead of a connection from the worker on cpu:0",
     ):
         listener.accept(5, "cpu:0")
     stray.close(linger=0)
@@ -73,7 +76,7 @@ def test_bytes_that_are_no_message_end_the_connecting_with_a_sentence(tmp_path: 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
 def test_a_worker_with_an_invalid_answer_fails_only_its_rank(tmp_path: Path, garbage: bytes) -> None:
-    """The rank records the failure, and continues with the others' collectives."""
+    """Return the rank records the failure, and continues with the others' collectives."""
     listener = Listener(tmp_path, "weights-0")
     worker = raw_socket(listener.endpoint)
     hello = {"kind": "hello", "secret": listener.secret, "device_id": "cpu:0", "pid": 1}
@@ -103,7 +106,9 @@ def test_a_pickle_is_refused_and_not_opened(tmp_path: Path) -> None:
     listener.close()
 
 
-def test_a_message_that_is_too_large_is_refused_by_its_sender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_is_too_large_is_refused_by_its_sender(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(channels, "MAX_MESSAGE_BYTES", 1000)
     listener = Listener(tmp_path, "weights-0")
     worker = connect(listener.endpoint, listener.secret, "cpu:0", pid=1)
@@ -190,7 +195,9 @@ def test_nothing_on_the_weight_path_can_unpickle(path: Path) -> None:
             assert ast.unparse(node) not in ("torch.load", "torch.save"), path
 
 
-def test_an_engine_takes_no_pickled_arguments_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_takes_no_pickled_arguments_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     name = "VLLM_ALLOW_INSECURE_SERIALIZATION"
     monkeypatch.setenv(name, "1")
     with started_with(EngineSettings("model", max_model_len=8)):

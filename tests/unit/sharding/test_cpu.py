@@ -18,7 +18,9 @@ EXPERTS, HIDDEN, INTERMEDIATE = 8, 64, 32
 Biases = tuple[Tensor, Tensor] | None
 
 
-def by_loop(states: Tensor, w1: Tensor, w2: Tensor, weights: Tensor | None, ids: Tensor, biases: Biases) -> Tensor:
+def by_loop(
+    states: Tensor, w1: Tensor, w2: Tensor, weights: Tensor | None, ids: Tensor, biases: Biases
+) -> Tensor:
     """Gated SiLU, or with biases what gpt-oss computes (transformers/models/gpt_oss/modeling_gpt_oss.py)."""
     output = torch.zeros(states.shape)
     for token, chosen in enumerate(ids.tolist()):
@@ -49,7 +51,10 @@ def test_plain_experts_are_a_loop_over_tokens_and_vllms_kernel(
     """
     biases: Biases = None
     if activation == MoEActivation.SWIGLUOAI:
-        biases = 4 * torch.randn(EXPERTS, 2 * INTERMEDIATE).to(dtype), torch.randn(EXPERTS, HIDDEN).to(dtype)
+        biases = (
+            4 * torch.randn(EXPERTS, 2 * INTERMEDIATE).to(dtype),
+            torch.randn(EXPERTS, HIDDEN).to(dtype),
+        )
     states = torch.randn(tokens, HIDDEN).to(dtype)
     w1 = (torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / 8).to(dtype)
     w2 = (torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / 6).to(dtype)
@@ -58,12 +63,16 @@ def test_plain_experts_are_a_loop_over_tokens_and_vllms_kernel(
     kernel = PlainExperts.__new__(PlainExperts)
     b1, b2 = biases or (None, None)
     kernel.quant_config = SimpleNamespace(w1_bias=b1, w2_bias=b2)  # type: ignore[assignment]
-    kernel.apply(plain, states, w1, w2, weights, ids.int(), activation, apply_router_weight_on_input=weighted)
+    kernel.apply(
+        plain, states, w1, w2, weights, ids.int(), activation, apply_router_weight_on_input=weighted
+    )
     vllms = [cpu_prepack_moe_weight(weight, "vec") for weight in (w1, w2)]
     cpu_fused_moe(packed, states, *vllms, b1, b2, weights, ids.int(), activation.value, "vec", weighted)
     expected = by_loop(states, w1, w2, None if weighted else weights, ids, biases)
     assert torch.allclose(plain.float(), expected, rtol=bound, atol=bound * expected.abs().max().item())
-    assert torch.allclose(plain.float(), packed.float(), rtol=bound, atol=bound * expected.abs().max().item())
+    assert torch.allclose(
+        plain.float(), packed.float(), rtol=bound, atol=bound * expected.abs().max().item()
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,14 +90,18 @@ def test_other_experts_are_left_to_vllm(other: dict[str, object]) -> None:
     assert not supported and reason
 
 
-@pytest.mark.parametrize(("scores", "biased"), [("sigmoid", True), ("sigmoid", False), ("softmax", True)])
+@pytest.mark.parametrize(
+    ("scores", "biased"), [("sigmoid", True), ("sigmoid", False), ("softmax", True)]
+)
 def test_routers_without_groups_choose_by_sigmoids_and_biases(
     scores: str, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CPURouter, "__init__", CPURouter.__init__)  # put back afterwards
     choose_with_biases()
     logits, bias = torch.randn(17, EXPERTS), torch.randn(EXPERTS) if biased else None
-    router = CPURouter(3, EXPERTS, scoring_func=scores, routed_scaling_factor=2.5, e_score_correction_bias=bias)
+    router = CPURouter(
+        3, EXPERTS, scoring_func=scores, routed_scaling_factor=2.5, e_score_correction_bias=bias
+    )
     weights, ids = router._compute_routing(torch.empty(0), logits, None)
     for token, row in enumerate(logits):
         values = row.sigmoid() if scores == "sigmoid" else row.softmax(-1)

@@ -45,7 +45,15 @@ class FakeIpc:
         return (0, b"handle of " + name, storage.nbytes(), 0, name, 0, b"event", True)
 
     def open(
-        self, device: int, handle: bytes, nbytes: int, offset: int, name: bytes, at: int, event: bytes, wait: bool
+        self,
+        device: int,
+        handle: bytes,
+        nbytes: int,
+        offset: int,
+        name: bytes,
+        at: int,
+        event: bytes,
+        wait: bool,
     ) -> torch.UntypedStorage:
         assert type(handle) is type(name) is type(event) is bytes and isinstance(wait, bool)
         assert self.counters[name] == 1, "an export can be opened once"
@@ -63,7 +71,7 @@ class FakeIpc:
         self.limbo -= {name for name in self.limbo if self.counters[name] == 0}
 
     def empty(self, size: int, dtype: torch.dtype = torch.uint8, device: object = None) -> torch.Tensor:
-        """Allocates device memory; the device keeps its blocks."""
+        """Allocate device memory; the device keeps its blocks."""
         if not size:
             return torch.tensor([], dtype=dtype)
         self._blocks.append(ctypes.create_string_buffer(size))
@@ -79,7 +87,9 @@ class FakeIpc:
 @pytest.fixture
 def ipc(monkeypatch: pytest.MonkeyPatch) -> FakeIpc:
     fake = FakeIpc()
-    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: fake.share(storage), raising=False)
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_share_cuda_", lambda storage: fake.share(storage), raising=False
+    )
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", fake.open, raising=False)
     monkeypatch.setattr(torch, "empty", fake.empty)
     monkeypatch.setattr(torch.cuda, "ipc_collect", fake.collect)
@@ -111,7 +121,7 @@ def script() -> Script:
 
 @pytest.fixture
 def buckets() -> StagedBuckets:
-    """The buckets of a worker on CUDA, so that it collects them as it would there."""
+    """Return the buckets of a worker on CUDA, so that it collects them as it would there."""
     return StagedBuckets(SimpleNamespace(device=torch.device("cuda", 0)))
 
 
@@ -177,7 +187,7 @@ def test_a_bucket_that_fails_in_the_loader_leaves_nothing_mapped(
 def test_shards_are_opened_once_by_each_worker_and_freed_when_all_have_let_go(
     ipc: FakeIpc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A storage of two shards and one of one, read in ten updates by two workers; then another policy's."""
+    """Return a storage of two shards and one of one, read in ten updates by two workers; then another policy's."""
     device = torch.device("cuda", 0)
     monkeypatch.setattr(pull, "wait_for_writes", lambda device: None)
     monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: ipc.empty(size, dtype).zero_())
@@ -191,10 +201,14 @@ def test_shards_are_opened_once_by_each_worker_and_freed_when_all_have_let_go(
         alone.fill_(-number)
         export.stamp(number)
         for worker, handle in zip(workers, handles, strict=True):
-            parts = [[name, "float32", 0, place[2], 0, *place[:2]] for name, place in export.places.items()]
+            parts = [
+                [name, "float32", 0, place[2], 0, *place[:2]] for name, place in export.places.items()
+            ]
             message = {"sources": [{"rank": 3, "handle": handle, "stamp": number}], "parts": parts}
             for name, _, values in worker.parts(message):
-                assert (values == (-number if name == "c" else number)).all() and values.numel() == len(shards[name])
+                assert (values == (-number if name == "c" else number)).all() and values.numel() == len(
+                    shards[name]
+                )
             worker.check(message, "changed")
     assert (ipc.exports, ipc.opens, ipc.closes) == (6, 6, 0)
     export.stamp(0)

@@ -24,23 +24,25 @@ VIEWS = st.tuples(
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes blocks and windows so small that a few elements fill several."""
+    """Make blocks and windows so small that a few elements fill several."""
     monkeypatch.setattr(digests, "BLOCK", 8)
     monkeypatch.setattr(digests, "WINDOW", 4)
 
 
 def places(view: View) -> list[int]:
-    """Returns the number of each element of a view, by a loop."""
+    """Return the number of each element of a view, by a loop."""
     offset, shape, stride = view
     indices = itertools.product(*map(range, shape))
     return [offset + sum(i * s for i, s in zip(index, stride, strict=True)) for index in indices]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8]
+)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("columns", [1200, 1203])
 def test_sums_are_what_python_integers_give(dtype: torch.dtype, turned: bool, columns: int) -> None:
-    """The sums of two blocks equal those of Python integers. The second block is shorter, one element in front puts
+    """Return the sums of two blocks equal those of Python integers. The second block is shorter, one element in front puts
     both off the words of memory, and they have from 9 lines of words to more than a page.
     """
     memory = (torch.randn(1 + 90 * columns, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)
@@ -49,12 +51,14 @@ def test_sums_are_what_python_integers_give(dtype: torch.dtype, turned: bool, co
     lines = [line for block in blocks for line in lines_of(block)]
     expected = [sum(column) for column in zip(*lines, strict=True)]
     expected += [sum(sum(line) for line in lines[number::128]) for number in range(128)]
-    expected += [sum(sum(line) for line in lines[first : first + 128]) for first in range(0, len(lines), 128)]
+    expected += [
+        sum(sum(line) for line in lines[first : first + 128]) for first in range(0, len(lines), 128)
+    ]
     assert [n % 2**64 for n in sum_up(blocks, dtype).tolist()] == [n % 2**64 for n in expected]
 
 
 def lines_of(block: Tensor) -> list[tuple[int, ...]]:
-    """Returns, in plain Python, the bytes of all elements in order, with zeros up to a whole line of 128 words."""
+    """Return, in plain Python, the bytes of all elements in order, with zeros up to a whole line of 128 words."""
     raw = bytes(block.contiguous().view(torch.uint8).flatten().tolist())
     raw += bytes(-len(raw) % 1024)
     return [struct.unpack("128q", raw[first : first + 1024]) for first in range(0, len(raw), 1024)]
@@ -63,7 +67,9 @@ def lines_of(block: Tensor) -> list[tuple[int, ...]]:
 def test_elements_on_meta_count_as_zeros() -> None:
     weight = torch.randn(3, 700)
     parts = [weight[:1], torch.empty(1, 700, device="meta"), weight[2:]]
-    assert sum_up(parts, weight.dtype).equal(sum_up([weight[:1], torch.zeros(1, 700), weight[2:]], weight.dtype))
+    assert sum_up(parts, weight.dtype).equal(
+        sum_up([weight[:1], torch.zeros(1, 700), weight[2:]], weight.dtype)
+    )
     assert not sum_up([parts[1]], weight.dtype).any() and not sum_up([], weight.dtype).any()
 
 
@@ -79,13 +85,22 @@ def test_every_flipped_bit_exchange_and_shift_changes_the_digest() -> None:
         order = list(range(24))
         order[one], order[other] = other, one
         assert digest_of([weight.view(-1)[order].view(4, 6)], None) != before
-    for changed in (weight.roll(1, 0), weight.roll(1, 1), weight.view(6, 4).t().contiguous(), weight.flip(0)):
+    for changed in (
+        weight.roll(1, 0),
+        weight.roll(1, 1),
+        weight.view(6, 4).t().contiguous(),
+        weight.flip(0),
+    ):
         assert digest_of([changed], None) != before
     assert digest_of([weight[2:], weight[:2]], None) != digest_of([weight[:2], weight[2:]], None)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3 * 2**15 - 1), st.integers(0, 31)), min_size=1, max_size=3, unique=True))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3 * 2**15 - 1), st.integers(0, 31)), min_size=1, max_size=3, unique=True
+    )
+)
 def test_up_to_three_wrong_bits_anywhere_change_the_digest(wrong: list[tuple[int, int]]) -> None:
     weight = torch.zeros(3 * 2**15)  # three pages
     for element, bit in wrong:
@@ -95,7 +110,7 @@ def test_up_to_three_wrong_bits_anywhere_change_the_digest(wrong: list[tuple[int
 
 @pytest.mark.parametrize("far", [1, 2, 256, 2**15, 2**15 + 256, 2**15 + 258])
 def test_a_value_and_its_negative_that_changed_places_change_it(far: int) -> None:
-    """A value and its negative that swap places change the digest, one word, line or page apart and in several of these
+    """Return a value and its negative that swap places change the digest, one word, line or page apart and in several of these
     directions.
     """
     weight = torch.zeros(3 * 2**15)
@@ -119,7 +134,9 @@ def test_blocks_are_a_view_once_and_never_more_than_fits(view: View) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(VIEWS, st.integers(0, 1000))
-def test_a_window_is_part_of_a_view_and_the_same_of_all_views_of_its_shape(view: View, seed: int) -> None:
+def test_a_window_is_part_of_a_view_and_the_same_of_all_views_of_its_shape(
+    view: View, seed: int
+) -> None:
     shape = view[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digests, "WINDOW", 4)
@@ -132,7 +149,12 @@ def test_a_window_is_part_of_a_view_and_the_same_of_all_views_of_its_shape(view:
 
 @pytest.mark.usefixtures("small")
 def test_windows_reach_every_element_in_the_end() -> None:
-    seen = {place for seed in range(300) for (view,) in cut([(0, (7, 5), (5, 1))], seed) for place in places(view)}
+    seen = {
+        place
+        for seed in range(300)
+        for (view,) in cut([(0, (7, 5), (5, 1))], seed)
+        for place in places(view)
+    }
     assert seen == set(range(35))
 
 
@@ -140,7 +162,7 @@ def test_windows_reach_every_element_in_the_end() -> None:
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_parts_of_ranks_add_up_to_the_digest_of_the_whole(dtype: torch.dtype, seed: int | None) -> None:
-    """The parts add up however the weight is cut, within words too, and for any view that a worker reads: rows,
+    """Return the parts add up however the weight is cut, within words too, and for any view that a worker reads: rows,
     columns, transposed, all.
     """
     generator, draw = torch.Generator().manual_seed(3), random.Random(0)
@@ -148,14 +170,16 @@ def test_parts_of_ranks_add_up_to_the_digest_of_the_whole(dtype: torch.dtype, se
     for _ in range(20):
         bounds = [0, *sorted(draw.choices(range(67), k=3)), 66]
         for target in (weight[2:9], weight[:, 1:4], weight.t(), weight, weight[:, 2:3]):
-            parts = [own_part(weight, begin, end, target, seed) for begin, end in itertools.pairwise(bounds)]
+            parts = [
+                own_part(weight, begin, end, target, seed) for begin, end in itertools.pairwise(bounds)
+            ]
             assert digest(functools.reduce(add, parts)) == digest_of(
                 [target.clone(memory_format=torch.contiguous_format)], seed
             )
 
 
 def own_part(weight: Tensor, begin: int, end: int, read: Tensor, seed: int | None) -> bytes:
-    """Returns the packed sums that a rank holding [begin, end) of the flat weight computes for a view of the weight."""
+    """Return the packed sums that a rank holding [begin, end) of the flat weight computes for a view of the weight."""
     views = [(int(read.storage_offset()), tuple(read.shape), read.stride())]
     values = weight.view(-1)[begin:end]
     blocks = (part_of(part, values, begin) for parts in cut(views, seed) for part in parts)

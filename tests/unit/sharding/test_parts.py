@@ -31,9 +31,15 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 900), min_size=1, max_size=3), st.integers(1, 4), st.sampled_from([512, 2048, 5120]))
-def test_parts_hold_every_element_once_where_the_gather_puts_it(sizes: list[int], shards: int, bound: int) -> None:
-    """The parts of a parameter of several tensors, whose elements are their own numbers, equal a cut, padded and
+@given(
+    st.lists(st.integers(0, 900), min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.sampled_from([512, 2048, 5120]),
+)
+def test_parts_hold_every_element_once_where_the_gather_puts_it(
+    sizes: list[int], shards: int, bound: int
+) -> None:
+    """Return the parts of a parameter of several tensors, whose elements are their own numbers, equal a cut, padded and
     gathered copy.
     """
     ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
@@ -42,7 +48,9 @@ def test_parts_hold_every_element_once_where_the_gather_puts_it(sizes: list[int]
     padded = torch.full((shards, shard), -1.0)
     padded.view(-1)[: ends[-1]] = torch.arange(ends[-1])
     parameter = SourceParameter("fused", padded.nbytes, pieces, shards)
-    plan = BucketPlan([parameter, SourceParameter("behind", 8, (Piece("b", "float32", (2,), 0),))], bound, unsplit=())
+    plan = BucketPlan(
+        [parameter, SourceParameter("behind", 8, (Piece("b", "float32", (2,), 0),))], bound, unsplit=()
+    )
     assert plan.capacity <= max(bound, shards * ALIGNMENT)
     tensors = {piece.name: torch.full(piece.shape, -2.0) for piece in pieces}
     for bucket in plan.buckets:
@@ -66,7 +74,9 @@ def whole_stretch(piece: Piece) -> Stretch:
 def test_weights_that_must_stay_whole_are_not_cut() -> None:
     pieces = (Piece("a", "uint8", (3000,), 0), Piece("b", "uint8", (3000,), 3000))
     for uncut_names, capacity in ((("b",), 6144), (("c",), 1024), (None, 6144)):
-        assert BucketPlan([SourceParameter("ab", 6000, pieces, 2)], 1024, uncut_names).capacity == capacity
+        assert (
+            BucketPlan([SourceParameter("ab", 6000, pieces, 2)], 1024, uncut_names).capacity == capacity
+        )
 
 
 def test_the_largest_weights_of_7b_in_bfloat16_go_through_a_gibibyte() -> None:
@@ -102,10 +112,12 @@ def test_a_copy_is_cut_into_the_ranges_that_counting_elements_gives(
 def started(
     tmp_path: Path, rank: int = 0, ranks: int = 1, times: int = TIMES, **options: object
 ) -> tuple[InProcess, dict[str, Tensor]]:
-    """Returns a sync pair after the first sync, which records; the weights have changed since."""
+    """Return a sync pair after the first sync, which records; the weights have changed since."""
     weights = small_weights(0, times)
     source = FsdpWeightSource(list(weights.items()), torch.float32)
-    both = InProcess(source, SmallModel(rank, ranks, times=times), tmp_path, **({"bucket_bytes": BUCKET} | options))
+    both = InProcess(
+        source, SmallModel(rank, ranks, times=times), tmp_path, **({"bucket_bytes": BUCKET} | options)
+    )
     both.sync(1)
     for weight in weights.values():
         weight.add_(torch.randn(weight.shape))
@@ -113,7 +125,7 @@ def started(
 
 
 def opened_and_closed(both: InProcess) -> tuple[int, int]:
-    """Returns how many times the worker has mapped staging memory, and how many times it has unmapped it."""
+    """Return how many times the worker has mapped staging memory, and how many times it has unmapped it."""
     return both.manager.report.staging_opened, both.manager.report.staging_closed
 
 
@@ -145,7 +157,9 @@ def test_after_the_first_update_staging_is_bounded_and_workers_find_their_slices
 def test_weights_that_only_a_loader_understands_are_sent_whole(tmp_path: Path) -> None:
     both, weights = started(tmp_path, times=60, bucket_bytes=512)
     both.sync(2)
-    assert both.manager.report.staging_bytes == 2 * 1024, "the 720 bytes of `scaled`, everything else in parts"
+    assert both.manager.report.staging_bytes == 2 * 1024, (
+        "the 720 bytes of `scaled`, everything else in parts"
+    )
     assert_holds(both.worker.model, weights)
     both.manager.close()
 
@@ -166,8 +180,12 @@ def altered(change: Callable[[list[Stretch]], list[Stretch]]) -> object:
 
 
 CHANGES: dict[str, Callable[[list[Stretch]], list[Stretch]]] = {
-    "only 704 of 960 elements of b were sent": lambda parts: [p for p in parts if (p.name, p.first) != ("b", 0)],
-    "elements 0 to 256 of a arrived a second time": lambda parts: parts + [p for p in parts if p.name == "a"][:1],
+    "only 704 of 960 elements of b were sent": lambda parts: [
+        p for p in parts if (p.name, p.first) != ("b", 0)
+    ],
+    "elements 0 to 256 of a arrived a second time": lambda parts: (
+        parts + [p for p in parts if p.name == "a"][:1]
+    ),
     "elements 255 to 511 of a arrived a second time": lambda parts: [
         dataclasses.replace(p, first=255) if (p.name, p.first) == ("a", 256) else p for p in parts
     ],
@@ -181,7 +199,9 @@ CHANGES: dict[str, Callable[[list[Stretch]], list[Stretch]]] = {
 
 
 @pytest.mark.parametrize("message", CHANGES)
-def test_a_part_that_is_missing_doubled_or_beside_its_place_is_named(tmp_path: Path, message: str) -> None:
+def test_a_part_that_is_missing_doubled_or_beside_its_place_is_named(
+    tmp_path: Path, message: str
+) -> None:
     both, weights = started(tmp_path, verify="off")
     with altered(CHANGES[message]), pytest.raises(RemoteError, match=message):  # type: ignore[attr-defined]
         both.sync(2)
@@ -222,12 +242,19 @@ def test_a_wrong_byte_in_a_part_is_found_and_named(tmp_path: Path, name: str, st
 
 
 def test_weights_sent_again_for_comparison_fit_into_staging(tmp_path: Path) -> None:
-    """Weights that are sent again share buckets, although the full plan puts each into a bucket of its own."""
-    weights = {name: torch.randn(count) for name, count in {"a": 384, "b": 512, "c": 256, "d": 512}.items()}
+    """Return weights that are sent again share buckets, although the full plan puts each into a bucket of its own."""
+    weights = {
+        name: torch.randn(count) for name, count in {"a": 384, "b": 512, "c": 256, "d": 512}.items()
+    }
     model = Flat(weights)
     source = FsdpWeightSource(list(weights.items()), torch.float32)
     both = InProcess(source, model, tmp_path, bucket_bytes=5 * 512, replay=False)  # type: ignore[arg-type]
-    assert [len(bucket.slots) for bucket in BucketPlan(source.parameters(), 5 * 512).buckets] == [1, 1, 1, 1]
+    assert [len(bucket.slots) for bucket in BucketPlan(source.parameters(), 5 * 512).buckets] == [
+        1,
+        1,
+        1,
+        1,
+    ]
     with mock.patch("sharding.verify.parameters_to_verify", lambda parameters, *_: parameters[::2]):
         both.sync(1)
     assert both.manager.report.verified == "full" and torch.equal(model.c, weights["c"])

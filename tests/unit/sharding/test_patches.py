@@ -21,16 +21,20 @@ class Temporaries(TorchDispatchMode):
         super().__init__()
         self.memory: dict[int, Any] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         result = function(*arguments, **(keywords or {}))
         if isinstance(result, Tensor):
             self.memory[result.untyped_storage().data_ptr()] = result.untyped_storage()
         return result
 
     def largest_besides(self, *tensors: Tensor) -> int:
-        """Returns the bytes of the largest that none of these tensors lies in."""
+        """Return the bytes of the largest that none of these tensors lies in."""
         addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        return max((m.nbytes() for address, m in self.memory.items() if address not in addresses), default=0)
+        return max(
+            (m.nbytes() for address, m in self.memory.items() if address not in addresses), default=0
+        )
 
 
 @pytest.mark.parametrize(("words", "changed"), [(7, 1), (65536, 1), (65537, 3), (200_000, 2000)])
@@ -43,7 +47,8 @@ def test_a_patch_has_the_changed_words_alone(words: int, changed: int) -> None:
     after.view(torch.int16)[-1] += 1  # twice if it was drawn
     patch = patch_between(before, after)
     different = sum(
-        a != b for a, b in zip(before.view(torch.int16).tolist(), after.view(torch.int16).tolist(), strict=True)
+        a != b
+        for a, b in zip(before.view(torch.int16).tolist(), after.view(torch.int16).tolist(), strict=True)
     )
     blocks = (words + 65535) // 65536
     if 4 * blocks + 4 * different + 8 > 2 * words:
@@ -84,20 +89,30 @@ def test_temporaries_are_a_slices_and_the_patch_is_that_of_one_piece(
     before, words = torch.zeros(2 * 700_000, dtype=torch.uint8), torch.arange(700_000)
     after = (words * (words % share == 0)).to(torch.int16).view(torch.uint8)
     changed = after.view(torch.int16).nonzero().flatten()
-    counts = [int(((changed >= first) & (changed < first + 65536)).sum()) for first in range(0, 700_000, 65536)]
-    expected = [torch.tensor(counts, dtype=torch.int32), (changed % 65536).to(torch.int16), changed.to(torch.int16)]
+    counts = [
+        int(((changed >= first) & (changed < first + 65536)).sum()) for first in range(0, 700_000, 65536)
+    ]
+    expected = [
+        torch.tensor(counts, dtype=torch.int32),
+        (changed % 65536).to(torch.int16),
+        changed.to(torch.int16),
+    ]
     monkeypatch.setattr(patches, "_SLICE_BLOCKS", 2)
     with Temporaries() as made:
         patch = patch_between(before, after)
     assert patch is not None
-    assert torch.equal(patch[: 44 + 4 * len(changed)], torch.cat([part.view(torch.uint8) for part in expected]))
+    assert torch.equal(
+        patch[: 44 + 4 * len(changed)], torch.cat([part.view(torch.uint8) for part in expected])
+    )
     assert made.largest_besides(before, after, patch) <= 8 * 2 * 65536
     with Temporaries() as made:
         apply_patch(patch, before)
     assert torch.equal(before, after) and made.largest_besides(before, patch) <= 8 * 2 * 65536
 
 
-def test_a_bucket_of_which_nothing_is_known_is_neither_copied_nor_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_of_which_nothing_is_known_is_neither_copied_nor_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sent = LastSent()
     weight = SourceParameter("a", 2000, (Piece("a", "bfloat16", (1000,), 0),), 1)
     sent.begin([weight], None)
@@ -125,5 +140,8 @@ def test_weights_that_engines_reprocess_are_neither_kept_nor_patched() -> None:
     assert sent._bytes.keys() == {"a"}
     sent.begin(weights, {"b"})
     with Temporaries() as made:
-        assert sent.replace(bucket[1000:], {"pieces": [("b", "bfloat16", (500,), 0)], "stretches": []}) is None
+        assert (
+            sent.replace(bucket[1000:], {"pieces": [("b", "bfloat16", (500,), 0)], "stretches": []})
+            is None
+        )
     assert made.largest_besides(bucket) == 0

@@ -40,10 +40,12 @@ class Pulled(InProcess):
         policy_dtype: torch.dtype = torch.float32,
         adapted: tuple[str, ...] = (),
     ) -> None:
-        """`adapted`: the weights with an adapter."""
+        """Return `adapted`: the weights with an adapter."""
         self.weights = {name: weight.to(policy_dtype) for name, weight in small_weights(0).items()}
         self.adapters = {
-            name: LowRank(torch.randn(2, self.weights[name].shape[1]), torch.randn(len(self.weights[name]), 2), 0.5)
+            name: LowRank(
+                torch.randn(2, self.weights[name].shape[1]), torch.randn(len(self.weights[name]), 2), 0.5
+            )
             for name in adapted
         }
         self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
@@ -55,7 +57,7 @@ class Pulled(InProcess):
         self.shards = self.worker.hotbunk_rank.shards  # type: ignore[union-attr]
 
     def train_and_sync(self, version: int) -> None:
-        """Changes the weights, syncs, and returns a model that has loaded them directly, to compare with."""
+        """Change the weights, sync, and return a model that has loaded them directly, to compare with."""
         for name, weight in small_weights(version).items():
             self.weights[name].copy_(weight)
         for a, b, _ in self.adapters.values():
@@ -68,12 +70,14 @@ class Pulled(InProcess):
             assert torch.equal(model.get_parameter(name), parameter), name
 
     def merged(self, name: str) -> torch.Tensor:
-        """Returns a weight with its adapter, if it has one, computed row by row."""
+        """Return a weight with its adapter, if it has one, computed row by row."""
         weight = self.weights[name]
         if name not in self.adapters:
             return weight
         a, b, scale = self.adapters[name]
-        return torch.stack([row.float() + scale * (left[None] @ a)[0] for row, left in zip(weight, b, strict=True)])
+        return torch.stack(
+            [row.float() + scale * (left[None] @ a)[0] for row, left in zip(weight, b, strict=True)]
+        )
 
 
 @pytest.fixture
@@ -85,11 +89,15 @@ def pulled(tmp_path: Path) -> Iterator[Pulled]:
 
 
 def mapped() -> int:
-    """Counts this process's mappings of shards, including the trainer's."""
+    """Count this process's mappings of shards, including the trainer's."""
     return Path("/proc/self/maps").read_text().count("hotbunk-shards")
 
 
-DTYPES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+]
 
 
 @pytest.mark.parametrize(("policy_dtype", "dtype"), DTYPES)
@@ -99,7 +107,9 @@ def test_a_worker_reads_what_it_needs_and_only_computed_weights_are_staged(
 ) -> None:
     both = Pulled(tmp_path, dtype, rank, ranks, policy_dtype)
     first = both.manager.report
-    assert first.staging_bytes > BUCKETS and first.unreplayable == {"scaled": "its loader computes with it"}
+    assert first.staging_bytes > BUCKETS and first.unreplayable == {
+        "scaled": "its loader computes with it"
+    }
     for version in (2, 3):
         both.train_and_sync(version)
         report = both.manager.report
@@ -141,7 +151,10 @@ def test_a_wrong_byte_in_what_is_read_of_a_factor_is_named(
             tensor.view(torch.uint8)[0, 1] ^= 4
         return tensor
 
-    with monkeypatch.context() as patch, pytest.raises(RemoteError, match="not hold what was sent: columns differ"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(RemoteError, match="not hold what was sent: columns differ"),
+    ):
         patch.setattr(MappedShards, "_whole", spoiled)
         both.sync(3)
     both.train_and_sync(4)
@@ -163,7 +176,9 @@ def test_a_factor_of_which_a_part_is_missing_is_not_read(tmp_path: Path) -> None
 def test_a_shard_that_has_other_memory_is_named_before_anything_is_read(pulled: Pulled) -> None:
     before, version = pulled.weights["columns"].data, pulled.worker.model.columns.clone()
     pulled.weights["columns"].data = before.clone()
-    with pytest.raises(RemoteError, match="columns left the memory that workers map: set sync.way to staged"):
+    with pytest.raises(
+        RemoteError, match="columns left the memory that workers map: set sync.way to staged"
+    ):
         pulled.sync(3)
     assert torch.equal(pulled.worker.model.columns, version)
     pulled.weights["columns"].data = before
@@ -172,7 +187,7 @@ def test_a_shard_that_has_other_memory_is_named_before_anything_is_read(pulled: 
 
 @contextmanager
 def while_reading(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> Iterator[None]:
-    """Calls a function after the worker has copied what it pulls and before it checks that it was permitted to."""
+    """Call a function after the worker has copied what it pulls and before it checks that it was permitted to."""
     copy = recording._copy_all
 
     def copy_and_act(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -217,7 +232,9 @@ def test_a_bias_that_decides_routes_arrives_in_float32(tmp_path: Path, kind: str
     both.manager.close()
 
 
-def test_an_optimizer_step_while_shards_are_read_is_detected(pulled: Pulled, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_step_while_shards_are_read_is_detected(
+    pulled: Pulled, monkeypatch: pytest.MonkeyPatch
+) -> None:
     complaint = "what this worker maps of rank 0's shards changed while they were read"
     with while_reading(monkeypatch, pulled.optimizer.step), pytest.raises(RemoteError, match=complaint):
         pulled.sync(3)
@@ -230,7 +247,10 @@ def test_a_wrong_byte_is_named(pulled: Pulled, monkeypatch: pytest.MonkeyPatch) 
     def spoil() -> None:
         pulled.worker.model.columns.data.view(torch.uint8)[3, 17] ^= 4
 
-    with while_reading(monkeypatch, spoil), pytest.raises(RemoteError, match="not hold what was sent: columns differ"):
+    with (
+        while_reading(monkeypatch, spoil),
+        pytest.raises(RemoteError, match="not hold what was sent: columns differ"),
+    ):
         pulled.sync(3)
     pulled.train_and_sync(4)
 
@@ -264,7 +284,9 @@ def test_shards_whose_memory_was_given_back_are_named(tmp_path: Path) -> None:
 def test_memory_behind_the_end_of_a_shard_is_not_read(pulled: Pulled) -> None:
     place = pulled.way._parts["columns"][0]
     place[-1] += 64
-    with pytest.raises(RemoteError, match="elements 0 to 40 of columns lie behind the end of a rank's shard"):
+    with pytest.raises(
+        RemoteError, match="elements 0 to 40 of columns lie behind the end of a rank's shard"
+    ):
         pulled.sync(3)
     place[-1] -= 64
     pulled.train_and_sync(4)

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sharding.wire.manifest import View
-from sharding.worker.recording import LoadWatcher, Recording, _covers_once, parameter_storages, storage_key
+from sharding.worker.recording import (
+    LoadWatcher,
+    Recording,
+    _covers_once,
+    parameter_storages,
+    storage_key,
+)
 
 
 class Fused(nn.Module):
@@ -51,8 +57,10 @@ MANIFEST = {name: [list(shape), "float32"] for name, shape in SHAPES.items()}
 
 
 def weights(seed: int, start: int = 0) -> list[tuple[str, Tensor]]:
-    """Returns all weights, at changing places of one buffer."""
-    buffer = torch.randn(start + sum(map(math.prod, SHAPES.values())), generator=torch.Generator().manual_seed(seed))
+    """Return all weights, at changing places of one buffer."""
+    buffer = torch.randn(
+        start + sum(map(math.prod, SHAPES.values())), generator=torch.Generator().manual_seed(seed)
+    )
     tensors, end = [], start
     for name, shape in SHAPES.items():
         tensors.append((name, buffer[end : end + math.prod(shape)].view(shape)))
@@ -71,11 +79,13 @@ def record(model: nn.Module, sent: list[tuple[str, Tensor]], complete: bool = Fa
 
 
 def test_a_replay_leaves_the_same_weights_as_the_loaders() -> None:
-    """The weights are replayed from other memory into parameters that were overwritten, as after a sleep."""
+    """Return the weights are replayed from other memory into parameters that were overwritten, as after a sleep."""
     model, twin = Fused(), Fused()
     recording = record(model, weights(0))
     assert set(recording.unreplayable) == {"scaled", "narrow"}
-    assert "computes" in recording.unreplayable["scaled"] and "bfloat16" in recording.unreplayable["narrow"]
+    assert (
+        "computes" in recording.unreplayable["scaled"] and "bfloat16" in recording.unreplayable["narrow"]
+    )
     sent = weights(1, start=7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -122,7 +132,7 @@ def test_a_recording_fits_only_its_own_memory_and_weights() -> None:
 
 
 def test_a_recording_keeps_no_staging_memory_alive() -> None:
-    """A recording has no reference to memory that was mapped for an update: it can be unmapped afterwards."""
+    """Return a recording has no reference to memory that was mapped for an update: it can be unmapped afterwards."""
     model, sent = Fused(), weights(0)
     key = storage_key(sent[0][1])
     recording = record(model, sent)
@@ -132,7 +142,7 @@ def test_a_recording_keeps_no_staging_memory_alive() -> None:
 
 @pytest.mark.parametrize("wrong", [1, -1, 4])
 def test_a_recording_with_a_wrong_offset_differs_from_the_loaders(wrong: int) -> None:
-    """A comparison with the loaders, which know nothing of the recording, finds the wrong offset, as a verified sync
+    """Return a comparison with the loaders, which know nothing of the recording, finds the wrong offset, as a verified sync
     does.
     """
     import dataclasses
@@ -152,10 +162,11 @@ def test_a_recording_with_a_wrong_offset_differs_from_the_loaders(wrong: int) ->
 
 
 def test_memory_that_no_longer_holds_a_weight_is_not_taken_for_it() -> None:
-    """Copies of weights are freed once they are loaded, and a later loader's results may have the same address."""
+    """Copy of weights are freed once they are loaded, and a later loader's results may have the same address."""
     watcher = LoadWatcher()
     memory = torch.zeros(8)
-    weight = torch.frombuffer(memory.numpy(), dtype=torch.float32)  # a storage of its own, in the same memory
+    # A storage of its own, in the same memory
+    weight = torch.frombuffer(memory.numpy(), dtype=torch.float32)
     watcher.expect([("k", weight)])
     assert watcher.source_name(weight) == watcher.source_name(weight[2:]) == "k"
     assert watcher.source_name(memory) == "k"
@@ -166,7 +177,10 @@ def test_memory_that_no_longer_holds_a_weight_is_not_taken_for_it() -> None:
 
 
 VIEWS = st.lists(
-    st.tuples(st.integers(0, 12), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 6)), min_size=1, max_size=3)),
+    st.tuples(
+        st.integers(0, 12),
+        st.lists(st.tuples(st.integers(1, 4), st.integers(0, 6)), min_size=1, max_size=3),
+    ),
     max_size=4,
 )
 
@@ -174,7 +188,7 @@ VIEWS = st.lists(
 @settings(max_examples=500, deadline=None)
 @given(VIEWS, st.integers(1, 24))
 def test_coverage_equals_a_count_of_elements(views: list, elements: int) -> None:
-    """The coverage is compared with a loop over every index of every view."""
+    """Return the coverage is compared with a loop over every index of every view."""
     flat: list[View] = [(o, tuple(n for n, _ in dims), tuple(s for _, s in dims)) for o, dims in views]
     seen = [
         offset + sum(i * s for i, s in zip(index, stride, strict=True))
@@ -193,4 +207,8 @@ def test_the_coverage_of_cut_tensors_is_exact() -> None:
         [tensor[:2, 3:], tensor[:2, :3], tensor[2:]],
     ):
         views = [(int(p.storage_offset()), tuple(p.shape), p.stride()) for p in parts]
-        assert _covers_once(views, 24) and not _covers_once(views[1:], 24) and not _covers_once([*views, views[0]], 24)
+        assert (
+            _covers_once(views, 24)
+            and not _covers_once(views[1:], 24)
+            and not _covers_once([*views, views[0]], 24)
+        )

@@ -48,7 +48,8 @@ def test_a_correction_bias_among_the_experts_is_loaded(monkeypatch: pytest.Monke
 
 
 def test_a_head_keeps_its_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ParallelLMHead, "_register_bias", ParallelLMHead._register_bias)  # put back afterwards
+    # Put back afterwards
+    monkeypatch.setattr(ParallelLMHead, "_register_bias", ParallelLMHead._register_bias)
     keep_bias_of_head()
     head = ParallelLMHead.__new__(ParallelLMHead)
     torch.nn.Module.__init__(head)

@@ -48,7 +48,9 @@ class FakeReplica:
     def __init__(self, settings: EngineSettings, name: str) -> None:
         self.name, self.requests, self.dead = name, 0, False
         self.answered: list[dict[str, Any]] = []
-        self.placed, self.started = (asyncio.ensure_future(self.call(m)) for m in ("__ray_ready__", "start"))
+        self.placed, self.started = (
+            asyncio.ensure_future(self.call(m)) for m in ("__ray_ready__", "start")
+        )
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         await asyncio.sleep(0)
@@ -93,7 +95,7 @@ class Sender:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplicatedEngine]:
-    """Returns two replicas, of which one may die."""
+    """Return two replicas, of which one may die."""
     monkeypatch.setattr(engine_replicas, "Replica", FakeReplica)
     monkeypatch.setattr(orders, "cluster_address", str)
     FakeReplica.dying, FakeReplica.wrong, Sender.sent = {}, {}, []
@@ -109,7 +111,7 @@ def leader(engine: ReplicatedEngine) -> Iterator[Leader]:
 
 
 def updates(leader: Leader, count: int) -> list[Future[Any]]:
-    """Runs so many updates, at both ends."""
+    """Run so many updates, at both ends."""
     store = dist.HashStore()
     source = FsdpWeightSource([("embed", torch.zeros(5, 2))], torch.float32)
     train = RemoteEngines(source, torch.device("cpu"), SETTINGS, range(1, 2), store)
@@ -148,7 +150,9 @@ def test_an_error_of_a_living_worker_is_raised_on_both_ranks(leader: Leader) -> 
         generate.result()
 
 
-def test_requests_of_a_replica_that_dies_are_answered_once_by_another(leader: Leader, engine: ReplicatedEngine) -> None:
+def test_requests_of_a_replica_that_dies_are_answered_once_by_another(
+    leader: Leader, engine: ReplicatedEngine
+) -> None:
     for end in updates(leader, 1):
         end.result()
     FakeReplica.dying = {"engine 1": "request"}
@@ -163,7 +167,9 @@ def test_requests_of_a_replica_that_dies_are_answered_once_by_another(leader: Le
         return [output for [output] in await asyncio.gather(*(ask(number) for number in range(8)))]
 
     answers = leader.thread.run(ask_all(), 20, "asking")
-    assert {answer.by for answer in answers} == {"engine 0"} and {answer.version for answer in answers} == {0}
+    assert {answer.by for answer in answers} == {"engine 0"} and {
+        answer.version for answer in answers
+    } == {0}
     [left] = engine.members
     asked = [prompt["prompt_token_ids"][0] for prompt in left.answered]  # type: ignore[attr-defined]
     assert sorted(asked) == list(range(8)) and left.requests == 0
@@ -173,5 +179,7 @@ def test_requests_of_a_replica_that_dies_are_answered_once_by_another(leader: Le
 def test_one_death_more_than_engine_restarts_ends_it(leader: Leader) -> None:
     FakeReplica.dying = {"engine 0": RECEIVE, "engine 1": RECEIVE}
     for end in updates(leader, 1):
-        with pytest.raises(RuntimeError, match=r"2 replicas have died within an hour, more than engine\.restarts=1"):
+        with pytest.raises(
+            RuntimeError, match=r"2 replicas have died within an hour, more than engine\.restarts=1"
+        ):
             end.result()

@@ -38,7 +38,9 @@ def test_experts_are_replayed_where_the_kernels_keep_them_and_reloaded_elsewhere
         kept = kept and backend is not backends.CPU
         assert reprocessed_modules(model, plain_on_cpu=True) == ([] if kept else [experts])
         assert kept == (backend in (backends.TRITON, backends.BATCHED_TRITON))
-    plain = with_method("UnquantizedFusedMoEMethod", unquantized_backend=backends.CPU, experts_cls=PlainExperts)
+    plain = with_method(
+        "UnquantizedFusedMoEMethod", unquantized_backend=backends.CPU, experts_cls=PlainExperts
+    )
     assert reprocessed_modules(nn.ModuleList([plain]), plain_on_cpu=True) == []
 
 

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def loaded(model: SmallModel, names: list[str]) -> WeightLoader:
-    """Returns a loader that has recorded an update of these weights."""
+    """Return a loader that has recorded an update of these weights."""
     worker = Worker.of(model)
     loader = WeightLoader(model, worker.vllm_config)  # type: ignore[arg-type]
     weights = {name: weight for name, weight in small_weights(1).items() if name in names}
@@ -35,13 +35,13 @@ def loaded(model: SmallModel, names: list[str]) -> WeightLoader:
 
 
 def source_parameter(name: str, *pieces: tuple[str, tuple[int, ...], int]) -> SourceParameter:
-    """Returns a parameter of float32 pieces, each with name, shape, and offset in bytes."""
+    """Return a parameter of float32 pieces, each with name, shape, and offset in bytes."""
     parts = tuple(Piece(n, "float32", shape, offset) for n, shape, offset in pieces)
     return SourceParameter(name, sum(4 * torch.Size(p.shape).numel() for p in parts), parts)
 
 
 def opened(shared: SharedWeights, parameters: list[SourceParameter]) -> dict[str, Tensor]:
-    """Returns the parameters' memory, as the trainer sees it."""
+    """Return the parameters' memory, as the trainer sees it."""
     storages = open_memory(shared.handle, CPU)
     return {parameter.name: memory_of(parameter, shared.places, storages) for parameter in parameters}
 
@@ -58,8 +58,12 @@ def test_weights_that_the_trainer_writes_are_in_the_model_and_no_others_change(
     shared: tuple[SmallModel, SharedWeights, dict[str, Tensor]],
 ) -> None:
     model, weights, before = shared
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), "moved as they were"
-    parameters = [source_parameter(n, (n, tuple(w.shape), 0)) for n, w in small_weights(1).items() if n != "scaled"]
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), (
+        "moved as they were"
+    )
+    parameters = [
+        source_parameter(n, (n, tuple(w.shape), 0)) for n, w in small_weights(1).items() if n != "scaled"
+    ]
     memory = opened(weights, parameters)
     for name, weight in small_weights(1).items():
         if name != "scaled":
@@ -75,7 +79,7 @@ def test_weights_that_the_trainer_writes_are_in_the_model_and_no_others_change(
 def test_a_fused_parameter_is_found_where_its_parts_are_neighbours(
     shared: tuple[SmallModel, SharedWeights, dict[str, Tensor]],
 ) -> None:
-    """A weight that Transformers keeps fused, as vLLM does, is shared as one."""
+    """Return a weight that Transformers keeps fused, as vLLM does, is shared as one."""
     model, weights, _ = shared
     fused = source_parameter("ab", ("a", (12, 6), 0), ("b", (8, 6), 12 * 6 * 4))
     memory = opened(weights, [fused])
@@ -116,7 +120,7 @@ class Pieces(nn.Module):
 def test_a_weight_that_is_copied_in_pieces_is_shared_where_they_end_up_as_sent(
     order: tuple[int, ...], held: bool
 ) -> None:
-    """Weights of image encoders are one tensor on the hub and parts of a fused projection in vLLM."""
+    """Return weights of image encoders are one tensor on the hub and parts of a fused projection in vLLM."""
     model, weight = Pieces(*order), torch.randn(12, 6)
     loader = WeightLoader(model, Worker.of(SmallModel()).vllm_config)  # type: ignore[arg-type]
     loader.begin({"qkv": [[12, 6], "float32"]})
@@ -133,7 +137,7 @@ def test_a_weight_that_is_copied_in_pieces_is_shared_where_they_end_up_as_sent(
 
 
 def test_later_updates_know_the_memory_that_the_model_was_moved_to() -> None:
-    """A later update with weights, as after a failed one, is replayed into the shared memory."""
+    """Return a later update with weights, as after a failed one, is replayed into the shared memory."""
     model = SmallModel()
     loader = loaded(model, ["a", "b", "columns", "norm"])
     assert loader.recording is not None
@@ -145,28 +149,40 @@ def test_later_updates_know_the_memory_that_the_model_was_moved_to() -> None:
     again.load(list(new_weights.items()))
     again.finish()
     assert torch.equal(model.rows, torch.cat([new_weights["a"], new_weights["b"]]))
-    assert torch.equal(model.columns, new_weights["columns"]) and torch.equal(model.norm, new_weights["norm"])
+    assert torch.equal(model.columns, new_weights["columns"]) and torch.equal(
+        model.norm, new_weights["norm"]
+    )
 
 
-def test_on_cuda_weights_come_from_memory_that_has_an_ipc_handle_and_only_they(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_weights_come_from_memory_that_has_an_ipc_handle_and_only_they(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """vLLM's own worker allocates weights outside its sleeping pool, for which there is a stand-in here."""
     from vllm.v1.worker.gpu_worker import Worker
 
     from sharding.worker.sharing_worker import SharingWorker
 
-    monkeypatch.setattr(Worker, "_maybe_get_memory_pool_context", lambda worker, tag: f"the pool for {tag}")
+    monkeypatch.setattr(
+        Worker, "_maybe_get_memory_pool_context", lambda worker, tag: f"the pool for {tag}"
+    )
     worker = SharingWorker.__new__(SharingWorker)
     with worker._maybe_get_memory_pool_context("weights") as pool:
         assert pool is None
     assert worker._maybe_get_memory_pool_context("kv_cache") == "the pool for kv_cache"
-    recipe: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}, "sync": {"way": "zero_copy"}}
+    recipe: dict[str, Any] = {
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "sync": {"way": "zero_copy"},
+    }
     monkeypatch.setattr(engines, "resolve_folder", lambda path: path)
     on_cpu, on_cuda = (
         engines.engine_settings(TrainConfig.model_validate(recipe), on_cuda) for on_cuda in (False, True)
     )
     assert on_cpu.shared_weights
     assert engine_arguments(on_cpu)["worker_cls"] == "generation.engine.cpu_worker.CPUWorker"
-    assert engine_arguments(on_cuda)["worker_cls"] == f"{SharingWorker.__module__}.{SharingWorker.__name__}"
+    assert (
+        engine_arguments(on_cuda)["worker_cls"] == f"{SharingWorker.__module__}.{SharingWorker.__name__}"
+    )
 
 
 class Decaying(SmallModel):
@@ -186,8 +202,10 @@ class Decaying(SmallModel):
         super().load_weights([pair for pair in weights if pair[0] != "A_log"])
 
 
-def updated(model: Decaying, sent: dict[str, Tensor], recording: Recording | None = None) -> WeightLoader:
-    """Returns the loader of an update that sends these weights."""
+def updated(
+    model: Decaying, sent: dict[str, Tensor], recording: Recording | None = None
+) -> WeightLoader:
+    """Return the loader of an update that sends these weights."""
     loader = WeightLoader(model, Worker.of(model).vllm_config, recording=recording)  # type: ignore[arg-type]
     loader.begin({name: [list(weight.shape), "float32"] for name, weight in sent.items()})
     loader.load(list(sent.items()))
@@ -205,7 +223,9 @@ def test_a_weight_that_its_loader_changes_goes_through_the_loader_at_every_sync(
         loader = updated(model, decaying_weights(seed), recording)
         recording = loader.recording
         assert torch.equal(model.A, -torch.exp(decaying_weights(seed)["A_log"])), seed
-        assert recording is not None and "A_log" in recording.unreplayable and recording.replayable("norm")
+        assert (
+            recording is not None and "A_log" in recording.unreplayable and recording.replayable("norm")
+        )
 
 
 def test_a_weight_that_its_loader_changes_is_compared_after_the_same_change() -> None:
@@ -214,7 +234,9 @@ def test_a_weight_that_its_loader_changes_is_compared_after_the_same_change() ->
     held = model.A.detach().clone()
     assert loader.compare(list(sent.items())) == []
     assert torch.equal(model.A, held)
-    assert loader.compare(list((sent | {"A_log": sent["A_log"] + 1e-6, "norm": sent["norm"] + 1}).items())) == [
+    assert loader.compare(
+        list((sent | {"A_log": sent["A_log"] + 1e-6, "norm": sent["norm"] + 1}).items())
+    ) == [
         "A_log",
         "norm",
     ]

@@ -100,7 +100,9 @@ def test_a_worker_reads_shared_weights_after_the_trainers_stream_wrote_them(
     way = ZeroCopy(torch.device("cuda", 3), [], lambda memory: None, 1)
 
     def stream(device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(synchronize=lambda: events.append(f"trainer's stream on {device} is done"))
+        return SimpleNamespace(
+            synchronize=lambda: events.append(f"trainer's stream on {device} is done")
+        )
 
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
     update: Any = SimpleNamespace(push_all=lambda: events.append("buckets"), post=events.append)
@@ -111,7 +113,9 @@ def test_a_worker_reads_shared_weights_after_the_trainers_stream_wrote_them(
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["weights compared", "probed"])
-def test_the_trainer_leaves_before_the_engine_comes_and_returns_after_it_went(tmp_path: Path, plain: bool) -> None:
+def test_the_trainer_leaves_before_the_engine_comes_and_returns_after_it_went(
+    tmp_path: Path, plain: bool
+) -> None:
     events: Events = []
     manager = RecordingManager(events, tmp_path, plain)
     policy, critic = FakeTenant("policy", events), FakeTenant("critic", events)
@@ -133,13 +137,19 @@ def test_the_trainer_leaves_before_the_engine_comes_and_returns_after_it_went(tm
         "policy restores",
         "critic restores",
     ]
-    asked = [] if plain else [events.index("policy scores") - events.index("sync to 3"), "engine is probed" in events]
+    asked = (
+        []
+        if plain
+        else [events.index("policy scores") - events.index("sync to 3"), "engine is probed" in events]
+    )
     assert asked == ([] if plain else [1, True]), "the policy is asked while it has its weights"
     assert manager.report.offloaded == 114
     assert {"offload", "onload"} <= manager.report.seconds.keys()
 
 
-def test_weights_that_are_shared_are_so_before_the_policy_s_own_go_and_never_sleep(tmp_path: Path) -> None:
+def test_weights_that_are_shared_are_so_before_the_policy_s_own_go_and_never_sleep(
+    tmp_path: Path,
+) -> None:
     events: Events = []
     manager = RecordingManager(events, tmp_path, plain=True, shared=True)
     policy = FakeTenant("policy", events)
@@ -162,7 +172,9 @@ def test_weights_that_are_shared_are_so_before_the_policy_s_own_go_and_never_sle
 
 
 @pytest.mark.parametrize("dies", [Memory.ASLEEP, Memory.AWAKE, Memory.CLOSED])
-def test_an_engine_starts_again_in_a_trainer_that_has_put_away_what_a_shift_does(tmp_path: Path, dies: Memory) -> None:
+def test_an_engine_starts_again_in_a_trainer_that_has_put_away_what_a_shift_does(
+    tmp_path: Path, dies: Memory
+) -> None:
     """Any of several engines can start again; one that is awake after another's death sleeps first."""
     events: Events = []
     manager = RecordingManager(events, tmp_path, plain=True)
@@ -209,7 +221,7 @@ def test_the_first_parameter_that_is_not_finite_is_named_whichever_rank_has_it(r
     """Under ZeRO-3 each rank searches only its part; whole tensors are the same on every rank."""
 
     def clause(bad: dict[str, int]) -> str:
-        """Returns the clause about parameters, of which `bad` maps names to the rank that holds an infinity."""
+        """Return the clause about parameters, of which `bad` maps names to the rank that holds an infinity."""
         full_tensor, cut = torch.zeros(3, 2), torch.empty(0)
         cut.ds_tensor = torch.zeros(4)  # type: ignore[attr-defined]
         parameters = {"a": full_tensor, "b": cut}
@@ -222,7 +234,10 @@ def test_the_first_parameter_that_is_not_finite_is_named_whichever_rank_has_it(r
     for bad, expected in (
         ({}, "all parameters of the policy are finite"),
         ({"b": last}, "the policy's parameter b holds values that are not finite"),
-        ({"a": last, "b": 0}, "the policy's parameter a (the first of 2) holds values that are not finite"),
+        (
+            {"a": last, "b": 0},
+            "the policy's parameter a (the first of 2) holds values that are not finite",
+        ),
     ):
         clauses = on_ranks(ranks, functools.partial(clause, bad))
         assert len(set(clauses)) == 1 and clauses[0].startswith(expected)

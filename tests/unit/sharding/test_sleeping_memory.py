@@ -47,7 +47,9 @@ class Allocator(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def sleep(self, offload_tags: tuple[str, ...]) -> None:
-        self._events.append(f"engine sleeps, saving {[tag for tag in offload_tags if tag in self._pools]}")
+        self._events.append(
+            f"engine sleeps, saving {[tag for tag in offload_tags if tag in self._pools]}"
+        )
         for tag, tensors in self._pools.items():
             saved = [tensor.clone() for tensor in tensors] if tag in offload_tags else None
             for tensor in tensors:
@@ -81,14 +83,14 @@ class SleepingModel(SmallModel):
 
     @torch.no_grad()
     def generate(self) -> Tensor:
-        """Returns a sum over every weight, the padding, the buffer, and the cache after it was written."""
+        """Return a sum over every weight, the padding, the buffer, and the cache after it was written."""
         self.cache.copy_(self.rows[:4])
         sums = [self.cache, self.rows, self.columns, self.norm, self.scaled, self.vocabulary]
         return torch.stack([partial.sum() for partial in sums]).outer(self.frequencies)
 
 
 def expected(weights: dict[str, Tensor]) -> Tensor:
-    """Returns the result of `generate` with these weights."""
+    """Return the result of `generate` with these weights."""
     a, b, columns, norm, scaled, vocabulary = (weights[name].sum() for name in sorted(weights))
     assert sorted(weights)[2:] == ["columns", "norm", "scaled", "vocabulary"]
     sums = [weights["a"][:4].sum(), a + b, columns, norm, 2 * scaled, vocabulary]
@@ -103,7 +105,9 @@ class SleepingWorker(Worker):
     synchronize_device = lambda _: None  # noqa: E731
 
     def __init__(self, model: SleepingModel) -> None:
-        config = SimpleNamespace(dtype=torch.float32, sleep_preserve_parameter_names=(), enable_nccl_comm_suspend=False)
+        config = SimpleNamespace(
+            dtype=torch.float32, sleep_preserve_parameter_names=(), enable_nccl_comm_suspend=False
+        )
         ranks = SimpleNamespace(tensor_parallel_size=1)
         super().__init__(model, SimpleNamespace(model_config=config, parallel_config=ranks))
         self.model_config, self.model_runner = config, SimpleNamespace(model=model)
@@ -198,7 +202,7 @@ class Shifts:
             return self.model.generate()
 
     def shift(self) -> None:
-        """Runs a generation shift after a training step, and checks that it generates with the policy's weights."""
+        """Run a generation shift after a training step, and check that it generates with the policy's weights."""
         self.policy.train()
         with self.manager.generation_shift(self.policy):
             output = self.generate()
@@ -300,7 +304,7 @@ def test_the_fake_allocator_notices_use_of_sleeping_memory(
     error: type[Exception],
     says: str,
 ) -> None:
-    """The fake detects buffers not restored, padding not filled again, and memory used before it is mapped."""
+    """Return the fake detects buffers not restored, padding not filled again, and memory used before it is mapped."""
     shifts.shift()
     fault(monkeypatch)
     with pytest.raises(error, match=says):

@@ -22,7 +22,14 @@ from sharding.send.buckets import BucketPlan
 from sharding.send.source import FsdpWeightSource, StreamSource
 from sharding.wire.channel import SyncError
 from sharding.wire.group import GroupError, GroupStore, StoreChannel, connect_store, listen
-from sharding.wire.manifest import Piece, SourceParameter, check_manifest, checkpoint_manifest, differences, manifest_of
+from sharding.wire.manifest import (
+    Piece,
+    SourceParameter,
+    check_manifest,
+    checkpoint_manifest,
+    differences,
+    manifest_of,
+)
 from sharding.worker import storage
 from sharding.worker.storage import MANIFEST, StorageCarrier
 
@@ -36,13 +43,15 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def writer(folder: Path, tensors: dict[str, torch.Tensor], timeout: float = 30.0) -> StorageWriter:
-    return StorageWriter(folder, FsdpWeightSource(list(tensors.items()), torch.float32), CPU, 4096, timeout)
+    return StorageWriter(
+        folder, FsdpWeightSource(list(tensors.items()), torch.float32), CPU, 4096, timeout
+    )
 
 
 def read(
     folder: Path, between: Callable[[int], None] = lambda number: None, threads: int = 1
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """Returns the version and the weights that a worker would load; `between` is called before each bucket."""
+    """Return the version and the weights that a worker would load; `between` is called before each bucket."""
     carrier = StorageCarrier(str(folder), CPU, 5.0, verify=False, threads=threads)
     loaded: dict[str, torch.Tensor] = {}
     version = -1
@@ -78,8 +87,10 @@ def test_every_tensor_read_from_storage_equals_the_one_written(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
-def test_each_thread_reads_one_bucket_at_a_time(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of concurrent reads is that of the threads when none of them ends, and every tensor arrives as it was
+def test_each_thread_reads_one_bucket_at_a_time(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Return the number of concurrent reads is that of the threads when none of them ends, and every tensor arrives as it was
     written.
     """
     tensors = {f"weight {n}": torch.full((512,), float(n)) for n in range(12)}  # in six buckets
@@ -138,7 +149,7 @@ def test_a_writer_waits_for_the_readers_of_the_slot_it_is_to_write(tmp_path: Pat
 
 
 def test_a_reader_that_was_overtaken_gets_the_newer_update(tmp_path: Path) -> None:
-    """The writer completes two updates between a reader's look at the manifest and its lock on the slot."""
+    """Return the writer completes two updates between a reader's look at the manifest and its lock on the slot."""
     writer(tmp_path, weights(0)).write(0)
     with (tmp_path / "slot-0").open("rb+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -152,9 +163,13 @@ def test_a_reader_that_was_overtaken_gets_the_newer_update(tmp_path: Path) -> No
     assert_equal(answers[0][1], weights(1))
 
 
-def test_a_writer_that_fails_leaves_the_update_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_fails_leaves_the_update_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer(tmp_path, weights(0)).write(0)
-    monkeypatch.setattr("os.pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        "os.pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(RemoteError, match="No space left"):
         writer(tmp_path, weights(1)).write(1)
     version, loaded = read(tmp_path)
@@ -169,7 +184,9 @@ def test_damage_is_found_and_named(tmp_path: Path) -> None:
     slot = tmp_path / json.loads((tmp_path / MANIFEST).read_text())["slot"]
     content = slot.read_bytes()
     slot.write_bytes(content[:3000] + bytes([content[3000] ^ 1]) + content[3001:])
-    with pytest.raises(SyncError, match=r"bucket \d of .*slot-0, with \w+, is not what was written there"):
+    with pytest.raises(
+        SyncError, match=r"bucket \d of .*slot-0, with \w+, is not what was written there"
+    ):
         read(tmp_path)
     slot.write_bytes(content[:-600])
     with pytest.raises(SyncError, match="ends inside of bucket"):
@@ -269,7 +286,9 @@ def test_a_stream_takes_no_more_than_it_needs_for_a_bucket() -> None:
             taken.append(name)
             yield name, tensor
 
-    source = StreamSource(manifest_of(FsdpWeightSource(list(tensors.items()), torch.float32).parameters()), stream())
+    source = StreamSource(
+        manifest_of(FsdpWeightSource(list(tensors.items()), torch.float32).parameters()), stream()
+    )
     source.gather_into(["embed"], [torch.zeros(40 * 16 * 4, dtype=torch.uint8)])
     assert taken == ["embed"]
 
@@ -285,7 +304,9 @@ def test_a_stream_takes_no_more_than_it_needs_for_a_bucket() -> None:
         (["wide", "b"], "brought wide unasked"),
     ],
 )
-def test_missing_double_and_strange_weights_of_a_stream_are_named(names: list[str], message: str) -> None:
+def test_missing_double_and_strange_weights_of_a_stream_are_named(
+    names: list[str], message: str
+) -> None:
     source = StreamSource({n: [[2], "float32"] for n in "ab"}, ((n, torch.ones(2)) for n in names))
     with pytest.raises(SyncError, match=message):
         source.gather_into(["a", "b"], [torch.zeros(8, dtype=torch.uint8) for _ in range(2)])
@@ -293,7 +314,10 @@ def test_missing_double_and_strange_weights_of_a_stream_are_named(names: list[st
 
 def test_messages_of_the_group_keep_their_order_and_every_wait_ends() -> None:
     store = listen("127.0.0.1", 0, 10)
-    trainer, worker = GroupStore(store, "here"), GroupStore(connect_store("127.0.0.1", store.port, 10), "here")
+    trainer, worker = (
+        GroupStore(store, "here"),
+        GroupStore(connect_store("127.0.0.1", store.port, 10), "here"),
+    )
     out, back = StoreChannel(trainer, "to/1", "from/1"), StoreChannel(worker, "from/1", "to/1")
     for number in range(5):
         out.send("bucket", number=number)

@@ -116,7 +116,9 @@ def test_an_update_never_asks_which_way_it_has() -> None:
     """No name in the code of `update` is that of a way; comments may mention ways."""
     tree = ast.parse(Path(update.__file__).read_text())
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    names |= {
+        alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
     names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert not names & (WAYS | {"in_place", "reader"})
     asked = [

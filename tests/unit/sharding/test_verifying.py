@@ -39,8 +39,10 @@ class Trained(FsdpWeightSource):
             weight.add_(torch.randn(weight.shape))
 
 
-def started(tmp_path: Path, rank: int = 0, ranks: int = 1, **settings: object) -> tuple[InProcess, Trained]:
-    """Returns a sync pair after the first sync, which records."""
+def started(
+    tmp_path: Path, rank: int = 0, ranks: int = 1, **settings: object
+) -> tuple[InProcess, Trained]:
+    """Return a sync pair after the first sync, which records."""
     source = Trained()
     both = InProcess(source, SmallModel(rank, ranks), tmp_path, **settings)
     both.sync(1)
@@ -102,7 +104,13 @@ def in_what_a_rank_contributes(both: InProcess, patch: pytest.MonkeyPatch) -> st
     return "columns"
 
 
-FLIPS = [in_staging, in_a_recorded_offset, in_a_recorded_target, in_a_parameter, in_what_a_rank_contributes]
+FLIPS = [
+    in_staging,
+    in_a_recorded_offset,
+    in_a_recorded_target,
+    in_a_parameter,
+    in_what_a_rank_contributes,
+]
 
 
 @pytest.mark.parametrize("flip", FLIPS)
@@ -112,7 +120,9 @@ def test_a_wrong_byte_is_found_and_named_and_the_next_sync_repairs_it(
     both, source = started(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         name = flip(both, patch)
-        with pytest.raises(RemoteError, match=f"worker on cpu:0 does not hold what was sent: {name} differ"):
+        with pytest.raises(
+            RemoteError, match=f"worker on cpu:0 does not hold what was sent: {name} differ"
+        ):
             both.sync(2)
     both.sync(3)
     assert torch.equal(both.worker.model.rows, torch.cat([source.weights["a"], source.weights["b"]]))
@@ -153,7 +163,9 @@ def test_a_tensor_parallel_worker_is_asked_for_its_part_of_a_weight(
     with pytest.MonkeyPatch.context() as patch:
         if flip is None:
             both.sync(2)
-            assert torch.equal(both.worker.model.columns, source.weights["columns"].chunk(2, dim=1)[rank])
+            assert torch.equal(
+                both.worker.model.columns, source.weights["columns"].chunk(2, dim=1)[rank]
+            )
         elif (name := flip(both, patch)) == "b" and rank == 1:
             both.sync(2)  # row 3 of 8 is the other worker's
         else:
@@ -174,7 +186,9 @@ def test_bfloat16_weights_of_float32_masters_are_verified(tmp_path: Path) -> Non
 
 def test_weights_that_share_a_parameter_are_compared_at_their_places() -> None:
     fused = torch.randn(5, 4)
-    source = FsdpWeightSource([("ab", fused)], torch.float32, lambda *_: [("a", 0, (2, 4)), ("b", 8, (3, 4))])
+    source = FsdpWeightSource(
+        [("ab", fused)], torch.float32, lambda *_: [("a", 0, (2, 4)), ("b", 8, (3, 4))]
+    )
     assert_ranks_hold(source, {"a": fused[:2].clone(), "b": fused[2:].clone()})
 
 
@@ -196,7 +210,11 @@ class Leaving(SmallModel):
         ("last", {"last": (3, 2)}, "sent but read by no part of the engine's model: last"),
         ("last", {"other": (2, 3)}, "sent but read by no part of the engine's model: last"),
         ("last", {}, "sent but read by no part of the engine's model: last"),
-        ("norm", {"norm": (7,), "last": (2, 3)}, "never sent, so the engine would keep old values: norm"),
+        (
+            "norm",
+            {"norm": (7,), "last": (2, 3)},
+            "never sent, so the engine would keep old values: norm",
+        ),
     ],
 )
 @pytest.mark.parametrize("pulls", [False, True])
@@ -208,7 +226,10 @@ def test_weights_that_an_engine_does_not_load_are_reported_as_left_out(
     worker = Worker.of(Leaving(left))
     if checkpoint:
         worker.vllm_config.model_config.model = str(tmp_path)
-        save_file({name: torch.zeros(shape) for name, shape in checkpoint.items()}, tmp_path / "model.safetensors")
+        save_file(
+            {name: torch.zeros(shape) for name, shape in checkpoint.items()},
+            tmp_path / "model.safetensors",
+        )
     both = InProcess(source, worker, tmp_path, Pull(CPU, source, weights.values()) if pulls else None)
     if error:
         with pytest.raises(RemoteError, match=error):

@@ -17,7 +17,15 @@ from sharding.send.buckets import ALIGNMENT, BucketPlan
 from sharding.send.source import LARGE_BYTES, FsdpWeightSource, _batches
 from sharding.wire.channel import Listener, SyncError, connect
 from sharding.wire.manifest import Piece, SourceParameter
-from sharding.wire.staging import BUFFERS, SharedMemoryStaging, make_staging, open_memory, release_pages, stamp, stamped
+from sharding.wire.staging import (
+    BUFFERS,
+    SharedMemoryStaging,
+    make_staging,
+    open_memory,
+    release_pages,
+    stamp,
+    stamped,
+)
 from sharding.worker.recording import LoadWatcher, storage_key
 from sharding.workers import Link
 from tests.conftest import ROOT
@@ -30,9 +38,13 @@ def parameter(number: int, nbytes: int) -> SourceParameter:
 
 @settings(max_examples=200)
 @given(st.lists(st.integers(1, 5000), max_size=30), st.integers(ALIGNMENT, 8000))
-def test_buckets_hold_every_parameter_once_in_order_within_their_bound(sizes: list[int], bound: int) -> None:
+def test_buckets_hold_every_parameter_once_in_order_within_their_bound(
+    sizes: list[int], bound: int
+) -> None:
     plan = BucketPlan([parameter(i, size) for i, size in enumerate(sizes)], bound)
-    assert [piece.name for bucket in plan.buckets for piece in bucket.pieces()] == [f"p{i}" for i in range(len(sizes))]
+    assert [piece.name for bucket in plan.buckets for piece in bucket.pieces()] == [
+        f"p{i}" for i in range(len(sizes))
+    ]
     for bucket in plan.buckets:
         end = 0
         for slot in bucket.slots:
@@ -157,7 +169,9 @@ def test_waiting_for_a_worker_has_a_deadline_and_notices_its_death(tmp_path: Pat
 
 def test_sending_to_a_worker_that_has_gone_fails_without_waiting(tmp_path: Path) -> None:
     listener = Listener(tmp_path, "weights-0")
-    worker = subprocess.Popen([sys.executable, "-c", HELLO, listener.endpoint, listener.secret], cwd=ROOT)
+    worker = subprocess.Popen(
+        [sys.executable, "-c", HELLO, listener.endpoint, listener.secret], cwd=ROOT
+    )
     listener.accept(30, "cpu:0")
     link = Link(listener, 1, 30.0, lambda: None, "cpu:0")
     link.post("begin")
@@ -181,8 +195,15 @@ time.sleep(60)
 
 
 def test_the_watcher_accounts_for_views_casts_fills_and_parts() -> None:
-    weights = {"whole": torch.randn(4, 4), "cast": torch.randn(6), "part": torch.randn(8), "unread": torch.randn(3)}
-    targets = {name: torch.zeros_like(tensor) for name, tensor in weights.items()} | {"padded": torch.zeros(10)}
+    weights = {
+        "whole": torch.randn(4, 4),
+        "cast": torch.randn(6),
+        "part": torch.randn(8),
+        "unread": torch.randn(3),
+    }
+    targets = {name: torch.zeros_like(tensor) for name, tensor in weights.items()} | {
+        "padded": torch.zeros(10)
+    }
     watcher = LoadWatcher()
     watcher.expect(list(weights.items()))
     with watcher:
@@ -196,8 +217,11 @@ def test_the_watcher_accounts_for_views_casts_fills_and_parts() -> None:
     written = {name: watcher.written.get(storage_key(tensor)) for name, tensor in targets.items()}
     assert watcher.read == {"whole", "cast", "part"}
     assert {n: (w.written, w.elements) for n, w in written.items() if w} == {
-        "whole": (16, 16), "cast": (6, 6), "part": (3, 8), "padded": (10, 10)
-    }  # fmt: skip
+        "whole": (16, 16),
+        "cast": (6, 6),
+        "part": (3, 8),
+        "padded": (10, 10),
+    }
     watcher.comparing = True
     targets["whole"][3, 3] += 1
     with watcher:
@@ -217,7 +241,9 @@ def test_released_pages_are_zeros_and_neighbours_are_untouched() -> None:
     assert small.sum() == 10
 
 
-def test_a_worker_opens_device_memory_without_the_event_that_torch_never_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_opens_device_memory_without_the_event_that_torch_never_frees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """No event is needed, since the trainer has synchronised before it posts a bucket."""
     opened: list[tuple[Any, ...]] = []
 

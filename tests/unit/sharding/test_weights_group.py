@@ -61,7 +61,9 @@ def test_an_alarm_ends_the_joining_of_a_member_that_waits_for_another(board: Gro
         joined(board, ConnectsInItsFirstCall(threading.Barrier(2)), 60)
 
 
-def test_members_that_connect_late_join_and_an_error_in_connecting_is_passed_on(board: GroupStore) -> None:
+def test_members_that_connect_late_join_and_an_error_in_connecting_is_passed_on(
+    board: GroupStore,
+) -> None:
     together = threading.Barrier(2)
     late = threading.Thread(target=lambda: (time.sleep(0.3), together.wait(120)))
     late.start()
@@ -77,7 +79,9 @@ def test_two_real_members_join_through_gloo(board: GroupStore) -> None:
     made: list[BroadcastGroup] = []
     other = threading.Thread(
         target=lambda: made.append(
-            BroadcastGroup(GroupStore(connect_store(HOST, port, 30), "there"), 1, 2, torch.device("cpu"), HOST, 30)
+            BroadcastGroup(
+                GroupStore(connect_store(HOST, port, 30), "there"), 1, 2, torch.device("cpu"), HOST, 30
+            )
         )
     )
     other.start()

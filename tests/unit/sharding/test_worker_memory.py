@@ -8,7 +8,8 @@ from sharding.wire.staging import resident_bytes, return_free_pages
 
 
 def test_freed_memory_that_malloc_keeps_is_returned_to_the_system() -> None:
-    kept = [torch.ones(6000) for _ in range(20_000)]  # 24 KB each: far below where malloc maps memory of its own
+    # 24 KB each: far below where malloc maps memory of its own
+    kept = [torch.ones(6000) for _ in range(20_000)]
     kept = kept[::1000]  # and some in between that stay
     gc.collect()
     before = resident_bytes()

@@ -33,7 +33,7 @@ def names(tokenizer: PreTrainedTokenizerFast, ids: tuple[int, ...]) -> set[str]:
 
 
 def found(template: ChatTemplate, eos: str | None = None, **data: Any) -> tuple[set[str], EndTokens]:
-    """Returns the tokens besides EOS that end answers, and all that is known of ends; the model has no files."""
+    """Return the tokens besides EOS that end answers, and all that is known of ends; the model has no files."""
     tokenizer = template.tokenizer(eos)
     ends = end_tokens("no/model", tokenizer, DataConfig(path="d", **data))
     assert ends.eos == (tokenizer.eos_token_id,)
@@ -68,9 +68,15 @@ def test_an_end_that_the_template_writes_within_an_answer_is_not_added() -> None
     assert refused.startswith(
         "answers do not end with <|end|> (2): the chat template ends an answer with it, and EOS is"
     )
-    assert "but within an answer after a thought it writes it, too; sampling.stop_token_ids names" in refused
-    assert accepted.startswith("answers end with <|call|> (5), too: the chat template ends a tool call with it")
-    assert names(OLD_HARMONY.tokenizer(), ends.of_turns) == {"<|call|>"}  # <|end|> says nothing about an answer
+    assert (
+        "but within an answer after a thought it writes it, too; sampling.stop_token_ids names"
+        in refused
+    )
+    assert accepted.startswith(
+        "answers end with <|call|> (5), too: the chat template ends a tool call with it"
+    )
+    # <|end|> says nothing about an answer
+    assert names(OLD_HARMONY.tokenizer(), ends.of_turns) == {"<|call|>"}
 
 
 def test_a_call_that_comes_before_the_answer_keeps_its_end() -> None:
@@ -92,7 +98,10 @@ def test_ends_of_generation_config_count_as_eos(tmp_path: Path) -> None:
 
 def test_arguments_of_the_template_decide_how_a_call_ends() -> None:
     assert found(LLAMA3, eos=BASE_EOS)[0] == {"<|eot_id|>"}
-    assert found(LLAMA3, eos=BASE_EOS, chat_template_kwargs={"builtin_tools": ["x"]})[0] == {"<|eot_id|>", "<|eom_id|>"}
+    assert found(LLAMA3, eos=BASE_EOS, chat_template_kwargs={"builtin_tools": ["x"]})[0] == {
+        "<|eot_id|>",
+        "<|eom_id|>",
+    }
 
 
 def test_prompts_without_a_template_end_with_eos_alone() -> None:
@@ -124,19 +133,27 @@ def test_an_end_that_is_an_ordinary_added_token_becomes_an_end() -> None:
 
 def test_several_named_templates_are_told_apart_by_tools() -> None:
     tokenizer = QWEN3.tokenizer(BASE_EOS)
-    tokenizer.chat_template = {"default": QWEN3.text, "tool_use": QWEN3.text.replace("<|im_end|>", "<|im_start|>")}
+    tokenizer.chat_template = {
+        "default": QWEN3.text,
+        "tool_use": QWEN3.text.replace("<|im_end|>", "<|im_start|>"),
+    }
     tools = [{"type": "function", "function": {"name": "look"}}]
     plain, with_tools = DataConfig(path="d"), DataConfig(path="d", chat_template_kwargs={"tools": tools})
     assert names(tokenizer, end_tokens("no/model", tokenizer, plain).added) == {"<|im_end|>"}
-    assert names(tokenizer, end_tokens("no/model", tokenizer, with_tools).of_turns) == set()  # it also begins turns
+    # It also begins turns
+    assert names(tokenizer, end_tokens("no/model", tokenizer, with_tools).of_turns) == set()
 
 
 def test_ends_chosen_by_hand_replace_those_of_the_template() -> None:
     tokenizer = QWEN3.tokenizer(BASE_EOS)
     data, end = DataConfig(path="d"), tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert end_tokens("no/model", tokenizer, data, []) == EndTokens(eos=(2,), of_turns=(end,))
-    assert end_tokens("no/model", tokenizer, data, [9, 5, 2]) == EndTokens(eos=(2,), added=(5, 9), of_turns=(end,))
-    with pytest.raises(UserError, match=r"^sampling.stop_token_ids: 99999 is not one of the tokenizer's \d+ ids$"):
+    assert end_tokens("no/model", tokenizer, data, [9, 5, 2]) == EndTokens(
+        eos=(2,), added=(5, 9), of_turns=(end,)
+    )
+    with pytest.raises(
+        UserError, match=r"^sampling.stop_token_ids: 99999 is not one of the tokenizer's \d+ ids$"
+    ):
         end_tokens("no/model", tokenizer, data, [99999])
 
 
@@ -153,12 +170,16 @@ def test_a_resumed_run_keeps_the_ends_of_its_checkpoint() -> None:
 
 
 def test_a_run_that_resumes_goes_on_with_the_ends_that_its_checkpoint_knows() -> None:
-    """A checkpoint that an older version has saved knows of none besides EOS."""
+    """Return a checkpoint that an older version has saved knows of none besides EOS."""
     tokenizer = QWEN3.tokenizer(BASE_EOS)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
 
     def settled(state: RunState, resumes: bool, chosen: list[int] | None = None) -> list[int]:
-        sections = {"model": {"path": "no/model"}, "data": {"path": "d"}, "sampling": {"stop_token_ids": chosen}}
+        sections = {
+            "model": {"path": "no/model"},
+            "data": {"path": "d"},
+            "sampling": {"stop_token_ids": chosen},
+        }
         config = TrainConfig.model_validate(sections)
         ends = settle_ends(config, tokenizer, config.data, state, resumes=resumes)
         assert ends.ids == sorted([tokenizer.eos_token_id, *state.stop_token_ids])

@@ -14,14 +14,19 @@ from trainer.errors import UserError
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({}, r"{path} is of the type not_yet_vl, which Transformers 5[.\d]+ does not have: use another model"),
+        (
+            {},
+            r"{path} is of the type not_yet_vl, which Transformers 5[.\d]+ does not have: use another model",
+        ),
         (
             {"auto_map": {"AutoConfig": "configuration_not_yet_vl.NotYetConfig"}},
             r"{path} has code of its own: set model.trust_remote_code to true, or use another model",
         ),
     ],
 )
-def test_a_type_that_transformers_does_not_have_is_named(tmp_path: Path, keys: dict, sentence: str) -> None:
+def test_a_type_that_transformers_does_not_have_is_named(
+    tmp_path: Path, keys: dict, sentence: str
+) -> None:
     """Such as Kimi-VL's, of which vLLM has a class."""
     file = {"model_type": "not_yet_vl", "text_config": {}, "vision_config": {}} | keys
     (tmp_path / "config.json").write_text(json.dumps(file))
@@ -33,14 +38,26 @@ def test_a_type_that_transformers_does_not_have_is_named(tmp_path: Path, keys: d
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 16}
 PLAIN = Qwen2Config(**SMALL, num_attention_heads=2, num_key_value_heads=1)
 HYBRID = Qwen3NextConfig(
-    **SMALL, layer_types=["linear_attention", "full_attention"], num_attention_heads=2, num_key_value_heads=1,
-    head_dim=8, linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
-    num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8,
-)  # fmt: skip
+    **SMALL,
+    layer_types=["linear_attention", "full_attention"],
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    linear_num_value_heads=2,
+    linear_num_key_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    num_experts=2,
+    num_experts_per_tok=1,
+    moe_intermediate_size=8,
+    shared_expert_intermediate_size=8,
+)
 
 
 @pytest.mark.parametrize(
-    "models", [[PLAIN], [PLAIN, PLAIN], [HYBRID], [PLAIN, HYBRID]], ids=["plain", "taught", "hybrid", "taught by one"]
+    "models",
+    [[PLAIN], [PLAIN, PLAIN], [HYBRID], [PLAIN, HYBRID]],
+    ids=["plain", "taught", "hybrid", "taught by one"],
 )
 def test_beginnings_are_shared_unless_a_models_class_is_in_the_way(
     tmp_path: Path, models: list[PretrainedConfig], capsys: pytest.CaptureFixture[str]
@@ -56,18 +73,25 @@ def test_beginnings_are_shared_unless_a_models_class_is_in_the_way(
     sections = {"model": {"path": paths[0]}, "data": {"path": "unread"}}
     sections["algorithm"] = {"teacher": paths[1]} if len(models) > 1 else {}
     config = check_model(TrainConfig.model_validate(sections))
-    said, wanted = capsys.readouterr().err, f"[hotbunk] prefixes are computed for each answer, since {obstacle}"
+    said, wanted = (
+        capsys.readouterr().err,
+        f"[hotbunk] prefixes are computed for each answer, since {obstacle}",
+    )
     assert config.batch.share_prefixes == (not obstacle) and said.count("\n") == bool(obstacle)
     assert said.startswith(wanted if obstacle else "")
     asked = TrainConfig.model_validate(sections | {"batch": {"share_prefixes": True}})
     if not obstacle:
         assert check_model(asked) == asked
         return
-    with pytest.raises(UserError, match=f"^batch.share_prefixes is true, but {obstacle}.*: set it to false or auto$"):
+    with pytest.raises(
+        UserError, match=f"^batch.share_prefixes is true, but {obstacle}.*: set it to false or auto$"
+    ):
         check_model(asked)
 
 
-def test_a_critic_that_is_no_language_model_is_left_to_what_loads_it(tiny_qwen2: Path, tmp_path: Path) -> None:
+def test_a_critic_that_is_no_language_model_is_left_to_what_loads_it(
+    tiny_qwen2: Path, tmp_path: Path
+) -> None:
     T5Config(d_model=16, num_layers=1, num_heads=2, d_ff=32, vocab_size=64).save_pretrained(tmp_path)
     sections = {"critic": {"path": str(tmp_path)}, "algorithm": {"preset": "ppo"}, "data": {"path": "d"}}
     config = check_model(TrainConfig.model_validate({"model": {"path": str(tiny_qwen2)}, **sections}))
@@ -75,10 +99,16 @@ def test_a_critic_that_is_no_language_model_is_left_to_what_loads_it(tiny_qwen2:
 
 
 def test_experts_that_transformers_cannot_split_are_refused(tmp_path: Path) -> None:
-    mixture = GraniteMoeConfig(**SMALL, num_attention_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    mixture = GraniteMoeConfig(
+        **SMALL, num_attention_heads=2, num_local_experts=4, num_experts_per_tok=2
+    )
     mixture.architectures = ["GraniteMoeForCausalLM"]
     mixture.save_pretrained(tmp_path)
-    sections = {"model": {"path": str(tmp_path)}, "data": {"path": "d"}, "policy": {"expert_parallel": 2}}
+    sections = {
+        "model": {"path": str(tmp_path)},
+        "data": {"path": "d"},
+        "policy": {"expert_parallel": 2},
+    }
     sentence = "policy.expert_parallel is above 1, but .* no plan to split the experts of GraniteMoeForCausalLM: set it"
     with pytest.raises(UserError, match=f"^{sentence} to 1$"):
         check_model(TrainConfig.model_validate(sections))

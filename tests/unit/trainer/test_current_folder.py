@@ -51,7 +51,7 @@ def folder(tmp_path: Path, tiny_model: TinyModel) -> Path:
 
 
 def processes(folder: Path, command: Sequence[str], **environment: str) -> int:
-    """Counts the processes that imported the user's module in a dry run; each must have imported our packages."""
+    """Count the processes that imported the user's module in a dry run; each must have imported our packages."""
     done = subprocess.run(
         [*command, "train", "recipe.yaml", "--dry-run"],
         cwd=folder,

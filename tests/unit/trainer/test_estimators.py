@@ -25,7 +25,7 @@ def unpack(case: tuple[str, str]) -> tuple[list[str | None], list[bool]]:
 
 
 def vote(votes: list[str | None], right: list[bool], chosen: tuple[int, ...]) -> float:
-    """Returns the value of one vote: the mean over the winners of the share of their votes that were judged right."""
+    """Return the value of one vote: the mean over the winners of the share of their votes that were judged right."""
     counts = Counter(votes[i] for i in chosen if votes[i] is not None)
     winners = [answer for answer, count in counts.items() if count == max(counts.values())]
     worth = [[right[i] for i in range(len(votes)) if votes[i] == answer] for answer in winners]
@@ -66,10 +66,12 @@ def test_all_answers_vote_as_one_would_count_them() -> None:
 
 
 def test_many_answers_lose_no_digits() -> None:
-    """The usual product of 1 - k / (n - right + i) is the reference, for numbers whose factorials exceed floats."""
+    """Return the usual product of 1 - k / (n - right + i) is the reference, for numbers whose factorials exceed floats."""
     expected = 1.0
     for i in range(10_000 - 5 + 1, 10_000 + 1):
         expected *= 1.0 - 1000 / i
     assert pass_at_k(10_000, 5, 1000) == pytest.approx(1.0 - expected, rel=1e-12)
     assert pass_at_k(10_000, 9_500, 1000) == 1.0
-    assert majority_at_k(["right"] * 40 + ["wrong"] * 24, [True] * 40 + [False] * 24, 63) == pytest.approx(1.0)
+    assert majority_at_k(
+        ["right"] * 40 + ["wrong"] * 24, [True] * 40 + [False] * 24, 63
+    ) == pytest.approx(1.0)

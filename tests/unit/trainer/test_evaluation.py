@@ -42,8 +42,10 @@ from trainer.rollouts.local import HeldOut, random_states_kept
 from trainer.run.screen import make_console
 
 
-def answer(prompt: int, sample: int, vote: str | None, right: float, reward: float = 0.0, **fields: Any) -> Trajectory:
-    """Returns an answer with three sampled tokens of five; `right` is the first reward function's value."""
+def answer(
+    prompt: int, sample: int, vote: str | None, right: float, reward: float = 0.0, **fields: Any
+) -> Trajectory:
+    """Return an answer with three sampled tokens of five; `right` is the first reward function's value."""
     tokens = {"response_ids": [7] * 5, "loss_mask": [1, 1, 0, 0, 1], "logprobs": [0.0] * 5}
     parts = {"reward_parts": {"match": right, "form": 9.0}}
     return Trajectory(prompt, sample, [1], vote=vote, reward=reward, **(tokens | parts | fields))
@@ -80,7 +82,9 @@ def test_figures_of_a_dataset_by_hand() -> None:
 def test_failed_checks_are_reported_and_not_counted_silently_as_wrong() -> None:
     late = {"reward_error": "match took longer", "metrics": {"reward/errors/match/timeout": 1.0}}
     failed = answer(1, 0, "x", 0.0, error="reward: match took longer", **late)
-    answers = as_answers([answer(0, 0, "4", 1.0), answer(0, 1, "4", 1.0), failed, answer(1, 1, "y", 1.0)])
+    answers = as_answers(
+        [answer(0, 0, "4", 1.0), answer(0, 1, "4", 1.0), failed, answer(1, 1, "y", 1.0)]
+    )
     plain = as_answers([answer(0, 0, "4", 1.0)])
     assert dataset_figures(answers, ["match"], EvalConfig())["misjudged"] == 0.25
     assert "misjudged" not in dataset_figures(plain, ["match"], EvalConfig())
@@ -88,20 +92,30 @@ def test_failed_checks_are_reported_and_not_counted_silently_as_wrong() -> None:
     assert (figures["eval/b/misjudged"], figures["eval/misjudged"]) == (0.25, 0.125)
     (line,) = failure_lines(answers, reward_errors(answers), "count as wrong")
     assert (
-        line == "rewards failed on 1 answers (match/timeout 1), 1 of which count as wrong; the first: match took longer"
+        line
+        == "rewards failed on 1 answers (match/timeout 1), 1 of which count as wrong; the first: match took longer"
     )
 
 
 def test_answers_that_nothing_has_judged_have_no_part_in_accuracy() -> None:
-    """The first function that has not abstained decides: `match` on prompt 0, `form` on prompt 1, none on prompt 2."""
+    """Return the first function that has not abstained decides: `match` on prompt 0, `form` on prompt 1, none on prompt 2."""
     form = {"reward_parts": {"form": 1.0}, "reward": 1.0}
     nothing: dict[str, Any] = {"reward_parts": {}, "abstained": True}
     step = [answer(0, 0, "4", 1.0, 10.0), answer(0, 1, "5", 0.0), answer(0, 2, "5", 0.0, **nothing)]
-    step += [answer(1, 0, "x", 0.0, **form), answer(1, 1, "x", 0.0, **nothing), answer(1, 2, "x", 0.0, **nothing)]
+    step += [
+        answer(1, 0, "x", 0.0, **form),
+        answer(1, 1, "x", 0.0, **nothing),
+        answer(1, 2, "x", 0.0, **nothing),
+    ]
     step += [answer(2, sample, "y", 0.0, **nothing) for sample in range(3)]
     labels, config = ["match", "form"], EvalConfig(k=[1, 2])
     figures = dataset_figures(as_answers(step), labels, config)
-    expected = {"accuracy": (1 / 2 + 1) / 2, "reward": (5 + 1) / 2, "abstained": 6 / 9, "pass@1": (1 / 2 + 1) / 2}
+    expected = {
+        "accuracy": (1 / 2 + 1) / 2,
+        "reward": (5 + 1) / 2,
+        "abstained": 6 / 9,
+        "pass@1": (1 / 2 + 1) / 2,
+    }
     assert {key: figures[key] for key in expected} == pytest.approx(expected)
     assert (figures["pass@2"], figures["length"]) == (1.0, 3.0)
     assert accuracies(as_answers(step), labels) == [0.5, 1.0]
@@ -117,30 +131,47 @@ def test_answers_that_nothing_has_judged_have_no_part_in_accuracy() -> None:
 
 def test_an_answer_in_several_parts_is_one_answer() -> None:
     """Half of the answers are right, not 3/4: three conversations of one answer are right, one of another is wrong."""
-    right, wrong = [answer(0, 0, v, r, 9 * r) for v, r in ((None, 0.0), ("5", 0.0), ("4", 1.0))], answer(0, 1, "5", 0.0)
+    right, wrong = (
+        [answer(0, 0, v, r, 9 * r) for v, r in ((None, 0.0), ("5", 0.0), ("4", 1.0))],
+        answer(0, 1, "5", 0.0),
+    )
     figures = dataset_figures(as_answers([*right, wrong]), ["match"], EvalConfig(k=[1, 2], samples=2))
-    expected = {"accuracy": 0.5, "reward": 4.5, "length": 6.0, "truncated": 0.0, "pass@1": 0.5, "pass@2": 1.0}
+    expected = {
+        "accuracy": 0.5,
+        "reward": 4.5,
+        "length": 6.0,
+        "truncated": 0.0,
+        "pass@1": 0.5,
+        "pass@2": 1.0,
+    }
     assert figures == pytest.approx(expected | {"majority@1": 0.5, "majority@2": 0.5})
     again = [replace(t, prompt_index=1, finish_reason="length") for t in right]
     assert accuracies(as_answers([*right, wrong, *again]), ["match"]) == [0.5, 1.0]
     assert standard_error(accuracies(as_answers([*right, wrong, *again]), ["match"])) == pytest.approx(
         0.25
     )  # of 0.5 and 1
-    assert dataset_figures(as_answers([*right, wrong, *again]), ["match"], EvalConfig())["truncated"] == pytest.approx(
-        1 / 3
-    )
+    assert dataset_figures(as_answers([*right, wrong, *again]), ["match"], EvalConfig())[
+        "truncated"
+    ] == pytest.approx(1 / 3)
     again[0].error = "a part of it failed"
     assert dataset_figures(as_answers(again), ["match"], EvalConfig(k=[1]))["pass@1"] == 0
 
 
 def test_the_number_of_answers_that_eval_tells_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     """One prompt has two answers, one of them in two parts."""
-    held_out = HeldOut("questions", PromptDataset([Prompt(0, (1,), {})]), SamplingSettings(max_tokens=4), 2)
+    held_out = HeldOut(
+        "questions", PromptDataset([Prompt(0, (1,), {})]), SamplingSettings(max_tokens=4), 2
+    )
     recipe = config(eval={"datasets": {"questions": {"path": "questions.jsonl"}}})
-    evaluation = SimpleNamespace(config=recipe, held_outs=[held_out], rewards=SimpleNamespace(labels=["match"]))
+    evaluation = SimpleNamespace(
+        config=recipe, held_outs=[held_out], rewards=SimpleNamespace(labels=["match"])
+    )
     trajectories = [answer(0, 0, "5", 0.0), answer(0, 0, "4", 1.0), answer(0, 1, "5", 0.0)]
     results = Evaluation.results(evaluation, {"questions": as_answers(trajectories)}) | {"seconds": 1.0}  # type: ignore[arg-type]
-    assert (results["datasets"]["questions"]["answers"], results["datasets"]["questions"]["accuracy"]) == (2, 0.5)
+    assert (
+        results["datasets"]["questions"]["answers"],
+        results["datasets"]["questions"]["accuracy"],
+    ) == (2, 0.5)
     (table,) = tables(results, width=80)
     make_console().print(table)
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
@@ -149,7 +180,9 @@ def test_the_number_of_answers_that_eval_tells_is_counted(capsys: pytest.Capture
 
 def test_the_recipe_defines_which_answers_are_right() -> None:
     answers = as_answers(ANSWERS)
-    assert dataset_figures(answers, ["match"], EvalConfig(k=[1], right_from=0.5))["pass@1"] == pytest.approx(2 / 3)
+    assert dataset_figures(answers, ["match"], EvalConfig(k=[1], right_from=0.5))[
+        "pass@1"
+    ] == pytest.approx(2 / 3)
     # Without reward functions it is the environment's reward that tells.
     assert dataset_figures(answers, [], EvalConfig(k=[1]))["pass@1"] == pytest.approx(2 / 3)
     assert dataset_figures(answers, [], EvalConfig())["accuracy"] == pytest.approx((4 / 3 + 3 / 3) / 2)
@@ -159,11 +192,15 @@ def test_named_datasets_have_figures_of_their_own_and_weigh_the_same() -> None:
     config = EvalConfig(k=[1])
     answers = as_answers(ANSWERS)
     alone = evaluation_metrics({"all": answers}, ["match"], config)
-    assert alone == {f"eval/{key}": value for key, value in dataset_figures(answers, ["match"], config).items()}
+    assert alone == {
+        f"eval/{key}": value for key, value in dataset_figures(answers, ["match"], config).items()
+    }
     both = evaluation_metrics({"all": answers, "first": as_answers(ANSWERS[:3])}, ["match"], config)
     assert both["eval/first/accuracy"] == pytest.approx(2 / 3)
     assert both["eval/all/pass@1"] == alone["eval/pass@1"]
-    assert both["eval/accuracy"] == pytest.approx((both["eval/first/accuracy"] + both["eval/all/accuracy"]) / 2)
+    assert both["eval/accuracy"] == pytest.approx(
+        (both["eval/first/accuracy"] + both["eval/all/accuracy"]) / 2
+    )
 
 
 def test_evaluation_leaves_the_global_generators_as_they_were() -> None:
@@ -222,8 +259,13 @@ def config(**sections: Any) -> TrainConfig:
 
 
 def test_each_dataset_may_be_sampled_in_its_own_way() -> None:
-    datasets = {"a": {"path": "a"}, "b": {"path": "b", "temperature": 0.6, "top_p": 0.9, "max_tokens": 5}}
-    recipe = config(eval={"temperature": 0.2, "datasets": datasets}, sampling={"max_tokens": 9, "stop": ["."]})
+    datasets = {
+        "a": {"path": "a"},
+        "b": {"path": "b", "temperature": 0.6, "top_p": 0.9, "max_tokens": 5},
+    }
+    recipe = config(
+        eval={"temperature": 0.2, "datasets": datasets}, sampling={"max_tokens": 9, "stop": ["."]}
+    )
     both = [evaluation_sampling(recipe, dataset, [2]) for dataset in recipe.eval.datasets.values()]
     assert [(s.temperature, s.top_p, s.max_tokens) for s in both] == [(0.2, 1.0, 9), (0.6, 0.9, 5)]
     assert all(s.stop == ["."] and s.stop_token_ids == [2] for s in both)
@@ -232,9 +274,18 @@ def test_each_dataset_may_be_sampled_in_its_own_way() -> None:
 @pytest.mark.parametrize(
     ("sections", "sentence"),
     [
-        ({"eval": {"k": [1, 4], "datasets": {"a": {"path": "a"}}}}, "k = 4, but eval.samples = 1: raise it"),
         (
-            {"eval": {"k": [4], "samples": 8, "datasets": {"a": {"path": "a"}, "b": {"path": "b", "samples": 2}}}},
+            {"eval": {"k": [1, 4], "datasets": {"a": {"path": "a"}}}},
+            "k = 4, but eval.samples = 1: raise it",
+        ),
+        (
+            {
+                "eval": {
+                    "k": [4],
+                    "samples": 8,
+                    "datasets": {"a": {"path": "a"}, "b": {"path": "b", "samples": 2}},
+                }
+            },
             "k = 4, but eval.datasets.b.samples = 2",
         ),
         (
@@ -243,7 +294,9 @@ def test_each_dataset_may_be_sampled_in_its_own_way() -> None:
         ),
     ],
 )
-def test_impossible_evaluations_are_refused_before_they_start(sections: dict[str, Any], sentence: str) -> None:
+def test_impossible_evaluations_are_refused_before_they_start(
+    sections: dict[str, Any], sentence: str
+) -> None:
     checked = config(**sections, reward={"functions": [{"name": "exact_match"}]})
     (problem,) = [*_check_evaluation(checked), *_check_lengths(checked)]
     assert sentence in problem
@@ -282,11 +335,15 @@ def test_rewards_see_an_answer_without_the_token_that_ended_it(special: bool) ->
 
         async def score(self, completion: str, **_: Any) -> SimpleNamespace:
             self.seen.append(completion)
-            return SimpleNamespace(parts={}, failures={}, unusable=False, abstained=False, reward=0.0, error="")
+            return SimpleNamespace(
+                parts={}, failures={}, unusable=False, abstained=False, reward=0.0, error=""
+            )
 
     marks = ("<|endoftext|>", "<s>")
     template = replace(QWEN3, marks=(*marks, "<|im_end|>")) if special else replace(QWEN3, marks=marks)
-    tokenizer = replace(template, words=("<|im_start|>", "<|im_end|>") if not special else ()).tokenizer()
+    tokenizer = replace(
+        template, words=("<|im_start|>", "<|im_end|>") if not special else ()
+    ).tokenizer()
     ends = end_tokens("no/model", tokenizer)
     assert tokenizer.convert_ids_to_tokens(list(ends.added)) == ["<|im_end|>"]
     pool = Pool(None, tokenizer, Scores(), None, SimpleNamespace(), ends=ends)  # type: ignore[arg-type]
@@ -313,6 +370,8 @@ def test_evaluation_of_a_model_that_is_not_finite_ends_in_a_sentence(
     asked: Any = SimpleNamespace(config=config(run={"device": "cpu"}), answers=answers)
     assert command.evaluate(asked, tmp_path / "eval") == 2
     message = capsys.readouterr().err.splitlines()[-1]
-    assert message.startswith("hotbunk: the engine of rank 0 sampled a token with a log-probability of nan: look at")
+    assert message.startswith(
+        "hotbunk: the engine of rank 0 sampled a token with a log-probability of nan: look at"
+    )
     assert not (tmp_path / "eval").exists()
     assert engine.state.memory is Memory.CLOSED

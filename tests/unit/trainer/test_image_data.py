@@ -52,13 +52,18 @@ def load(folder: Path, rules: ImageRules, *rows: dict[str, Any], **keys: Any) ->
     return load_prompts(config, rules.processor.tokenizer, rules)
 
 
-def test_images_come_from_a_column_or_from_messages_in_the_order_of_places(folder: Path, rules: ImageRules) -> None:
+def test_images_come_from_a_column_or_from_messages_in_the_order_of_places(
+    folder: Path, rules: ImageRules
+) -> None:
     paths = [f"pictures/{width}.png" for width, _ in SIZES]
     part = {"type": "image", "image": paths[1]}
     url = {"type": "image_url", "image_url": {"url": paths[2]}}
     text = {"type": "text", "text": "what?"}
     rows = [
-        {"messages": [{"role": "user", "content": [{"type": "image"}, text, part, url]}], "seen": paths[:1]},
+        {
+            "messages": [{"role": "user", "content": [{"type": "image"}, text, part, url]}],
+            "seen": paths[:1],
+        },
         {"messages": [{"role": "user", "content": "what?"}], "seen": paths[:2]},
         {"messages": [{"role": "user", "content": "no image"}], "seen": []},
     ]
@@ -72,7 +77,9 @@ def test_images_come_from_a_column_or_from_messages_in_the_order_of_places(folde
     assert (list(data[1].token_ids), data[1].image_spans) == expanded
     assert "seen" not in data[0].row
     for prompt in data:
-        assert [image.read().digest for image in prompt.images] == [image.digest for image in prompt.images]
+        assert [image.read().digest for image in prompt.images] == [
+            image.digest for image in prompt.images
+        ]
         row = f"of row {prompt.id} of {folder / 'rows.jsonl'}"
         assert [image.read().name for image in prompt.images] == [
             f"image {n + 1} {row}" for n in range(len(prompt.images))
@@ -82,10 +89,16 @@ def test_images_come_from_a_column_or_from_messages_in_the_order_of_places(folde
         ]
 
 
-def test_a_parquet_column_of_pillow_images_is_read_again_where_it_is_needed(folder: Path, rules: ImageRules) -> None:
-    rows = datasets.Dataset.from_dict({"prompt": ["a", "b"], "image": [picture(98, 70), picture(56, 56)]})
+def test_a_parquet_column_of_pillow_images_is_read_again_where_it_is_needed(
+    folder: Path, rules: ImageRules
+) -> None:
+    rows = datasets.Dataset.from_dict(
+        {"prompt": ["a", "b"], "image": [picture(98, 70), picture(56, 56)]}
+    )
     rows.cast_column("image", datasets.Image()).to_parquet(folder / "rows.parquet")
-    config = DataConfig(path=str(folder / "rows.parquet"), answer_key=None, max_images=1, image_key="image")
+    config = DataConfig(
+        path=str(folder / "rows.parquet"), answer_key=None, max_images=1, image_key="image"
+    )
     data = load_prompts(config, rules.processor.tokenizer, rules)
     assert [prompt.images[0].read().open().tobytes() for prompt in data] == [
         picture(98, 70).tobytes(),
@@ -100,26 +113,43 @@ def test_data_with_another_image_has_another_fingerprint_and_a_changed_file_is_t
     before = load(folder, rules, row, image_key="image")
     picture(99, 70).resize((98, 70)).save(folder / "pictures/98.png")
     assert load(folder, rules, row, image_key="image").fingerprint != before.fingerprint
-    with pytest.raises(ValueError, match=r"image 1 of row 0 of .*rows.jsonl has changed since the data were"):
+    with pytest.raises(
+        ValueError, match=r"image 1 of row 0 of .*rows.jsonl has changed since the data were"
+    ):
         before[0].images[0].read()
 
 
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"prompt": "a", "image": "gone.png"}, r"row 0 of .* has an image \(1\) that cannot be read: No such file"),
+        (
+            {"prompt": "a", "image": "gone.png"},
+            r"row 0 of .* has an image \(1\) that cannot be read: No such file",
+        ),
         ({"prompt": "a", "image": "rows.jsonl"}, "that is not an image of a known kind"),
-        ({"prompt": "a", "image": "pictures/large.png"}, "that has 200 x 200 pixels, more than data.max_image_pixels"),
-        ({"prompt": "a", "image": ["pictures/98.png"] * 4}, "has 4 images, more than data.max_images = 3"),
+        (
+            {"prompt": "a", "image": "pictures/large.png"},
+            "that has 200 x 200 pixels, more than data.max_image_pixels",
+        ),
+        (
+            {"prompt": "a", "image": ["pictures/98.png"] * 4},
+            "has 4 images, more than data.max_images = 3",
+        ),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "image": []},
             "has a place for an image, but no image",
         ),
         (
-            {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "image": ["pictures/98.png"] * 2},
+            {
+                "prompt": [{"role": "user", "content": [{"type": "image"}]}],
+                "image": ["pictures/98.png"] * 2,
+            },
             "has 1 images without a place in its messages",
         ),
-        ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}], "image": []}, "a part of the type 'audio'"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "audio"}]}], "image": []},
+            "a part of the type 'audio'",
+        ),
         ({"prompt": "a <|image_pad|> b", "image": []}, "has 0 images, but 1 placeholders"),
     ],
 )
@@ -143,12 +173,17 @@ def test_a_prompt_that_is_too_long_is_dropped_whole_and_never_cut_inside_an_imag
 
 
 def test_messages_without_images_pass_through_unchanged() -> None:
-    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": ""}]}]
+    messages = [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": ""}]},
+    ]
     assert split_images(messages) == (messages, [])
 
 
 def test_a_reward_gets_the_pictures_by_name_and_completions_have_small_copies(tmp_path: Path) -> None:
-    (tmp_path / "seen.py").write_text("def seen(completion, *, images):\n    return sum(i.width for i in images)\n")
+    (tmp_path / "seen.py").write_text(
+        "def seen(completion, *, images):\n    return sum(i.width for i in images)\n"
+    )
     [reward] = bind_rewards([(f"{tmp_path / 'seen.py'}:seen", {})])
     offered = {"images": images((98, 70), (30, 200))}
     assert reward("", {name: offered.get(name) for name in OFFERED}) == 128
@@ -158,13 +193,18 @@ def test_a_reward_gets_the_pictures_by_name_and_completions_have_small_copies(tm
 
 def test_a_checkpoint_has_the_images_of_carried_answers_once(tmp_path: Path) -> None:
     [seen] = images((98, 70))
-    done = {n: [Trajectory(0, n, [3, 1], [5], [1], [-1.0], images=(seen,), image_spans=((0, 1),))] for n in range(4)}
+    done = {
+        n: [Trajectory(0, n, [3, 1], [5], [1], [-1.0], images=(seen,), image_spans=((0, 1),))]
+        for n in range(4)
+    }
     data = packed([Round(groups=[CarriedGroup(4, 2, done=done)])])
     assert data.count(seen.data) == 1
     (tmp_path / "carried_0.msgpack").write_bytes(data)
     [group] = read_groups(tmp_path)
     assert group == CarriedGroup(4, 2, done=done)
-    assert [t.images[0].data for trajectories in group.done.values() for t in trajectories] == [seen.data] * 4
+    assert [t.images[0].data for trajectories in group.done.values() for t in trajectories] == [
+        seen.data
+    ] * 4
 
 
 def test_a_tool_may_reply_with_pictures_whose_words_are_cut_as_others(rules: ImageRules) -> None:
@@ -179,14 +219,18 @@ def test_a_tool_may_reply_with_pictures_whose_words_are_cut_as_others(rules: Ima
     tokenizer = rules.processor.tokenizer
     tools = tools_by_name([make_tool(look)])
     call = parse_hermes('<tool_call>{"name": "look", "arguments": {"place": "a"}}</tool_call>')
-    replies = asyncio.run(ToolRunner(ToolLimits(max_tokens=8, images=True), tokenizer).run(tools, call, {}))
+    replies = asyncio.run(
+        ToolRunner(ToolLimits(max_tokens=8, images=True), tokenizer).run(tools, call, {})
+    )
     [[text, image]] = replies
     assert text["text"].startswith("x" * 8 + " [cut") and image["image"].size == (56, 56)
     [plain] = asyncio.run(ToolRunner(ToolLimits(max_tokens=100), tokenizer).run(tools, call, {}))
     assert isinstance(plain, str)
 
 
-def warm_start(folder: Path, model: Path, *rows: dict[str, Any], **data: Any) -> tuple[TrainConfig, Transcripts]:
+def warm_start(
+    folder: Path, model: Path, *rows: dict[str, Any], **data: Any
+) -> tuple[TrainConfig, Transcripts]:
     (folder / "warm.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"path": str(folder / "warm.jsonl"), "max_images": 3, "image_key": "seen"} | data
     sft = {"completion_key": "completion", "max_tokens": 60}
@@ -198,11 +242,17 @@ def test_a_warm_start_has_the_images_of_its_rows_where_rollouts_have_them(
     folder: Path, rules: ImageRules, tiny_vlm: Callable[..., Path], one_rank: None
 ) -> None:
     paths = [f"pictures/{width}.png" for width, _ in SIZES]
-    image_turn = {"role": "user", "content": [{"type": "image", "image": paths[2]}, {"type": "text", "text": "this?"}]}
+    image_turn = {
+        "role": "user",
+        "content": [{"type": "image", "image": paths[2]}, {"type": "text", "text": "this?"}],
+    }
     reply = {"role": "assistant", "content": "a star"}
     # What comes after the last answer is not trained, its image neither.
     talk = [{"role": "user", "content": "what?"}, reply, image_turn, reply, image_turn]
-    rows = [{"prompt": "what?", "seen": paths[:2], "completion": "a <circle>"}, {"messages": talk, "seen": []}]
+    rows = [
+        {"prompt": "what?", "seen": paths[:2], "completion": "a <circle>"},
+        {"messages": talk, "seen": []},
+    ]
     config, data = warm_start(folder, tiny_vlm(), *rows)
     first, second = data.samples
     [prompt] = load(folder, rules, {"prompt": "what?", "seen": paths[:2]}, image_key="seen")
@@ -225,9 +275,13 @@ def test_a_warm_start_has_the_images_of_its_rows_where_rollouts_have_them(
     policy: Any = SimpleNamespace(work=SimpleNamespace(of=sizes), device="cpu")
     batches = batches_of(data.samples, config, 0, policy)
     places = [(place.image.digest, place.length) for batch in batches for place in batch.images]
-    assert sorted(places) == sorted((image.digest, rules.processor.tokens(image.size)) for image in pictures)
+    assert sorted(places) == sorted(
+        (image.digest, rules.processor.tokens(image.size)) for image in pictures
+    )
     picture(31, 31).save(folder / paths[0])
-    with pytest.raises((UserError, RemoteError), match="image 1 of row 0 of .* has changed since the data were read"):
+    with pytest.raises(
+        (UserError, RemoteError), match="image 1 of row 0 of .* has changed since the data were read"
+    ):
         batches_of(data.samples, config, 0, policy)
     assert warm_start(folder, tiny_vlm(), *rows)[1].fingerprint() != data.fingerprint()
 
@@ -239,8 +293,14 @@ def test_a_warm_start_has_the_images_of_its_rows_where_rollouts_have_them(
             {"prompt": "what?", "seen": ["pictures/98.png"] * 4, "completion": "a"},
             "row 0 of .* has 4 images, more",
         ),
-        ({"prompt": "<|image_pad|>", "seen": [], "completion": "a"}, "row 0 of .* has 0 images, but 1 placeholders"),
-        ({"prompt": "what?", "seen": ["no.png"], "completion": "a"}, r"row 0 of .* has an image \(1\) that cannot be"),
+        (
+            {"prompt": "<|image_pad|>", "seen": [], "completion": "a"},
+            "row 0 of .* has 0 images, but 1 placeholders",
+        ),
+        (
+            {"prompt": "what?", "seen": ["no.png"], "completion": "a"},
+            r"row 0 of .* has an image \(1\) that cannot be",
+        ),
     ],
 )
 def test_rows_of_a_warm_start_are_refused_as_those_of_training(
@@ -255,7 +315,10 @@ def test_rows_of_a_warm_start_are_refused_as_those_of_training(
     [
         ({"data.image_key": "image"}, "data.image_key is set, but data.max_images is 0"),
         ({"data.max_images": 1}, "takes no images"),
-        ({"data.max_images": 1, "engine.extra": {"mm_processor_kwargs": {}}}, "engine.extra has mm_processor_kwargs"),
+        (
+            {"data.max_images": 1, "engine.extra": {"mm_processor_kwargs": {}}},
+            "engine.extra has mm_processor_kwargs",
+        ),
     ],
 )
 def test_keys_about_images_that_do_not_fit_are_told_before_anything_is_loaded(

@@ -50,7 +50,9 @@ def ids_and_sizes(path: Path, rules: ImageRules) -> list[tuple[list[int], list[t
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_marks_in_a_text_are_the_places_of_the_images_in_order(folder: Path, rules: ImageRules, kind: str) -> None:
+def test_marks_in_a_text_are_the_places_of_the_images_in_order(
+    folder: Path, rules: ImageRules, kind: str
+) -> None:
     """Against Transformers' template and processor on messages with parts."""
     rows = [
         {"prompt": "first <image>\nsecond <image>?", "images": ["a.png", "b.png"]},
@@ -69,12 +71,15 @@ def test_marks_in_a_text_are_the_places_of_the_images_in_order(folder: Path, rul
     for parts, names in zip(texts, files, strict=True):
         opened = [PIL.Image.open(folder / name) for name in names]
         messages = [{"role": "user", "content": parts}]
-        text = rules.processor._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = rules.processor._processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
         inputs = rules.processor._processor(text=[text], images=opened or None, add_special_tokens=False)
         expected.append((list(inputs["input_ids"][0]), [image.size for image in opened]))
     assert ids_and_sizes(write(folder, rows, kind), rules) == expected
     conversations = [
-        {"messages": [{"role": "user", "content": row["prompt"]}], "images": row["images"]} for row in rows
+        {"messages": [{"role": "user", "content": row["prompt"]}], "images": row["images"]}
+        for row in rows
     ]
     assert ids_and_sizes(write(folder, conversations, kind), rules) == expected
 
@@ -82,11 +87,23 @@ def test_marks_in_a_text_are_the_places_of_the_images_in_order(folder: Path, rul
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"prompt": "<image><image>what?", "images": ["a.png"]}, "has a place for an image, but no image for it"),
-        ({"prompt": "<image>what?", "images": ["a.png", "b.png"]}, "has 1 images without a place in its messages"),
+        (
+            {"prompt": "<image><image>what?", "images": ["a.png"]},
+            "has a place for an image, but no image for it",
+        ),
+        (
+            {"prompt": "<image>what?", "images": ["a.png", "b.png"]},
+            "has 1 images without a place in its messages",
+        ),
         ({"prompt": "<image>what?", "images": []}, "has a place for an image, but no image for it"),
-        ({"prompt": "<video>what?", "images": ["a.png"]}, "has the mark <video> in its text, but videos are not read"),
-        ({"prompt": "what?", "images": [None, "a.png"]}, "has a null among its images, as image 1: leave it out"),
+        (
+            {"prompt": "<video>what?", "images": ["a.png"]},
+            "has the mark <video> in its text, but videos are not read",
+        ),
+        (
+            {"prompt": "what?", "images": [None, "a.png"]},
+            "has a null among its images, as image 1: leave it out",
+        ),
     ],
 )
 def test_marks_and_images_that_are_not_equally_many_are_refused(
@@ -100,7 +117,9 @@ def test_marks_and_images_that_are_not_equally_many_are_refused(
 def test_images_in_base64_and_at_file_addresses_are_read(folder: Path, rules: ImageRules) -> None:
     file = folder / "with space.png"
     text = base64.encodebytes(file.read_bytes()).decode()  # with line breaks
-    rows = [{"prompt": "what?", "images": [source]} for source in (file.as_uri(), text, "with space.png")]
+    rows = [
+        {"prompt": "what?", "images": [source]} for source in (file.as_uri(), text, "with space.png")
+    ]
     assert "%20" in file.as_uri()
     first, second, third = ids_and_sizes(write(folder, rows, "jsonl"), rules)
     assert first == second == third and first[1] == [(30, 200)]
@@ -110,7 +129,13 @@ def test_images_in_base64_and_at_file_addresses_are_read(folder: Path, rules: Im
 
 def test_a_source_that_cannot_be_read_is_quoted_in_a_line(folder: Path, rules: ImageRules) -> None:
     broken = base64.b64encode(b"\x89PNG" + bytes(9000)).decode()
-    for source in ("x" * 26_000, base64.b64encode(bytes(9000)).decode(), broken, f"file://other/{'a' * 900}", "a\0b"):
+    for source in (
+        "x" * 26_000,
+        base64.b64encode(bytes(9000)).decode(),
+        broken,
+        f"file://other/{'a' * 900}",
+        "a\0b",
+    ):
         with pytest.raises(UserError, match="has an image \\(1\\) that") as caught:
             ids_and_sizes(write(folder, [{"prompt": "what?", "images": [source]}], "jsonl"), rules)
         assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)

@@ -26,7 +26,7 @@ TOKENS = 24
 
 
 def counted(model: Any, ids: torch.Tensor) -> tuple[int, int]:
-    """Returns torch's counts of FLOPs of a forward pass, and of the backward pass after it."""
+    """Return torch's counts of FLOPs of a forward pass, and of the backward pass after it."""
     with FlopCounterMode(display=False) as forward:
         loss = model(ids).logits.float().square().sum()
     with FlopCounterMode(display=False) as backward:
@@ -42,7 +42,9 @@ def test_operations_are_those_that_torch_counts(architecture: str, tied: bool, t
     # torch does not count the product of a mixture's groups, but each expert's own.
     eager = {"attn_implementation": "eager"}
     eager |= {"experts_implementation": "eager"} if architecture in ("qwen3_moe", "deepseek_v2") else {}
-    model = AutoModelForCausalLM.from_pretrained(tiny_model(architecture=architecture, tied=tied), **eager)
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_model(architecture=architecture, tied=tied), **eager
+    )
     flops = model_flops(model)
     # Eager attention computes all pairs of positions, and the model all logits; rotary frequencies are a product, too.
     forward, backward = counted(model, torch.arange(TOKENS).unsqueeze(0))
@@ -68,7 +70,9 @@ def test_a_sequences_cost_is_its_compute_in_tokens_without_attention(tiny_qwen2:
     assert flops.tokens_worth(10) == 10 and flops.tokens_worth(5000) > 10_000
 
 
-def test_a_module_counts_real_tokens_targets_and_pairs_whether_packed_or_padded(tiny_qwen2: Path) -> None:
+def test_a_module_counts_real_tokens_targets_and_pairs_whether_packed_or_padded(
+    tiny_qwen2: Path,
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
     samples = [Sample([5] * n, [0] * (n - 3) + [1] * 3, [0.0] * n) for n in (7, 4)]
     flops = model_flops(model)
@@ -86,11 +90,19 @@ def test_a_module_counts_real_tokens_targets_and_pairs_whether_packed_or_padded(
         assert module.work.flops == 2 * flops.forward(*amount) + flops.backward(*amount)
 
 
-def meter(monkeypatch: pytest.MonkeyPatch, device: str, works: list[Any], name: str = "", dtype: str = "bfloat16"):
-    """Returns a meter with phases of two seconds, for two equal ranks."""
+def meter(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    works: list[Any],
+    name: str = "",
+    dtype: str = "bfloat16",
+):
+    """Return a meter with phases of two seconds, for two equal ranks."""
     clock = iter(range(0, 1000, 2))
     monkeypatch.setattr(meters.time, "perf_counter", lambda: float(next(clock)))
-    monkeypatch.setattr(meters, "all_reduce_sum", lambda values: {key: 2 * value for key, value in values.items()})
+    monkeypatch.setattr(
+        meters, "all_reduce_sum", lambda values: {key: 2 * value for key, value in values.items()}
+    )
     monkeypatch.setattr(meters, "world_size", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     if device == "cuda":
@@ -132,7 +144,13 @@ def test_a_step_says_what_a_device_did_in_its_updates(
 def test_peaks_are_known_by_the_drivers_names() -> None:
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("NVIDIA H200") == peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
-    for other in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", "Tesla T4", "AMD MI300X"):
+    for other in (
+        "NVIDIA H100 PCIe",
+        "NVIDIA H100 NVL",
+        "NVIDIA A100-SXM4-80GB MIG 3g.40gb",
+        "Tesla T4",
+        "AMD MI300X",
+    ):
         assert peak_flops(other) is None
 
 
@@ -147,7 +165,9 @@ def test_the_allocators_peaks_are_those_of_the_whole_step(
 
     monkeypatch.setattr(meters.torch.cuda, "memory_stats", lambda device: now)
     monkeypatch.setattr(meters.torch.cuda, "reset_peak_memory_stats", reset)
-    monkeypatch.setattr(meters.torch.cuda, "max_memory_reserved", lambda device: now["reserved_bytes.all.peak"])
+    monkeypatch.setattr(
+        meters.torch.cuda, "max_memory_reserved", lambda device: now["reserved_bytes.all.peak"]
+    )
     measured = MemoryMeter(torch.device("cuda"))
     with measured.phase("rollout"):
         now["allocated_bytes.all.peak"] = 500
@@ -162,7 +182,8 @@ def test_the_allocators_peaks_are_those_of_the_whole_step(
 
 
 @pytest.mark.parametrize(
-    ("steps", "begins", "recorded"), [((2, 3), 1, [2, 3]), ((2, 3), 3, [3]), ((2, 2), 1, [2]), (None, 1, [])]
+    ("steps", "begins", "recorded"),
+    [((2, 3), 1, [2, 3]), ((2, 3), 3, [3]), ((2, 2), 1, [2]), (None, 1, [])],
 )
 def test_the_steps_asked_for_are_traced(
     steps: tuple[int, int] | None, begins: int, recorded: list[int], tmp_path: Path
@@ -172,9 +193,17 @@ def test_the_steps_asked_for_are_traced(
         with profiler.step(number):
             torch.ones(3, number) @ torch.ones(number, 2)
     files = list(tmp_path.rglob("*.gz"))
-    assert [file.name for file in files] == ([f"steps_{recorded[0]}_{recorded[-1]}.json.gz"] if recorded else [])
-    events = [event for file in files for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
-    assert sorted({e["name"] for e in events if e["name"].startswith("step ")}) == [f"step {n}" for n in recorded]
+    assert [file.name for file in files] == (
+        [f"steps_{recorded[0]}_{recorded[-1]}.json.gz"] if recorded else []
+    )
+    events = [
+        event
+        for file in files
+        for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    ]
+    assert sorted({e["name"] for e in events if e["name"].startswith("step ")}) == [
+        f"step {n}" for n in recorded
+    ]
     products = [e["args"]["Input Dims"][0] for e in events if e["name"] == "aten::mm"]
     assert products == [[3, n] for n in recorded]
 

@@ -80,7 +80,7 @@ class Phases:
         self._phases: tuple[Any, ...] = ()
 
     def _arm(self) -> None:
-        """Starts no timer."""
+        """Start no timer."""
 
 
 def restarts(engine: DyingEngine | None, device: str = "cpu", **sections: Any) -> EngineRestarts:
@@ -90,7 +90,9 @@ def restarts(engine: DyingEngine | None, device: str = "cpu", **sections: Any) -
     return manager
 
 
-def test_the_fourth_death_within_an_hour_ends_the_run_with_the_causes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fourth_death_within_an_hour_ends_the_run_with_the_causes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = DyingEngine([f"its process {number} has ended" for number in range(6)])
     again, failure = restarts(engine), RemoteError("phase rollout failed on rank 0")
     clock = iter([0.0, 100.0, 3500.0, 3650.0, 3699.0])
@@ -117,11 +119,13 @@ def test_a_failure_of_which_no_engine_has_died_ends_the_run_as_it_is() -> None:
 
 
 def test_only_the_dead_engine_starts_again_and_all_ranks_go_along() -> None:
-    """The engine starts twice, since the first start fails; of four ranks the first and the third lead."""
+    """Return the engine starts twice, since the first start fails; of four ranks the first and the third lead."""
 
     def one() -> tuple[list[str], list[Any]]:
         deaths = {0: [], 2: ["gone", "it was not started"]}
-        engine = DyingEngine(deaths[rank()], [RuntimeError("killed"), None]) if rank() in deaths else None
+        engine = (
+            DyingEngine(deaths[rank()], [RuntimeError("killed"), None]) if rank() in deaths else None
+        )
         again = restarts(engine)
         again.after(RemoteError("a failure"), "policy")  # type: ignore[arg-type]
         assert len(again._deaths) == 2
@@ -143,7 +147,9 @@ def test_a_run_that_is_asked_to_end_starts_none_and_keeps_its_policy() -> None:
 
 def test_weights_that_were_the_dead_engine_s_end_the_run() -> None:
     engine = DyingEngine(["gone"])
-    with pytest.raises(RemoteError, match="with sync.way: zero_copy, the policy's weights were lost with the engine"):
+    with pytest.raises(
+        RemoteError, match="with sync.way: zero_copy, the policy's weights were lost with the engine"
+    ):
         restarts(engine, "cuda", sync={"way": "zero_copy"}).after(RemoteError("a failure"))
     assert "start" not in engine.calls
 
@@ -152,8 +158,10 @@ def test_weights_that_were_the_dead_engine_s_end_the_run() -> None:
 def test_a_first_start_is_repeated_where_a_signal_has_ended_it(
     monkeypatch: pytest.MonkeyPatch, codes: dict[str, int]
 ) -> None:
-    """The text is vLLM's (vllm/v1/engine/utils.py)."""
-    error = RuntimeError(f"Engine core initialization failed. See root cause above. Failed core proc(s): {codes}")
+    """Return the text is vLLM's (vllm/v1/engine/utils.py)."""
+    error = RuntimeError(
+        f"Engine core initialization failed. See root cause above. Failed core proc(s): {codes}"
+    )
     engine = DyingEngine([])
     outcomes: list[Any] = [error, engine]
 
@@ -172,7 +180,8 @@ def test_a_first_start_is_repeated_where_a_signal_has_ended_it(
 
 
 @pytest.mark.parametrize(
-    ("settings", "level"), [({}, 2), ({"lora_rank": 4}, 1), ({"shared_weights": True}, 1), ({"sleep": False}, None)]
+    ("settings", "level"),
+    [({}, 2), ({"lora_rank": 4}, 1), ({"shared_weights": True}, 1), ({"sleep": False}, None)],
 )
 def test_a_started_engine_is_asleep_before_anything_is_built(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], level: int | None

@@ -78,7 +78,9 @@ def tried(answers: list[Any], *names: str, seed: int = 0) -> list[str]:
 def test_rows_that_can_never_be_right_are_named_whatever_the_file(tmp_path: Path, kind: str) -> None:
     """Row 1 has no answer, row 2 has no number; the column of floats has whole numbers."""
     path = tmp_path / f"d.{kind}"
-    table = pyarrow.table({"text": ["5", None, "none"], "number": [42.0, None, 7.0], "some": [["1"], [], ["x", "2"]]})
+    table = pyarrow.table(
+        {"text": ["5", None, "none"], "number": [42.0, None, 7.0], "some": [["1"], [], ["x", "2"]]}
+    )
     if kind == "parquet":
         pyarrow.parquet.write_table(table, path)
     else:
@@ -98,11 +100,19 @@ def test_rows_that_can_never_be_right_are_named_whatever_the_file(tmp_path: Path
 def test_math_verify_is_tried_in_a_process_that_can_be_killed() -> None:
     functions = bind_rewards([("math_verify", {}), ("exact_match", {})])
     answers = ["1/2", "", ["x^2", "y"], {"a": 1}]
-    judged = list(judge_answers(functions, [(n, {"answer": a}) for n, a in enumerate(answers)], small_tokenizer(), 60))
-    reasons = {judgement.row: judgement.reason for judgement in judged if judgement.label == "math_verify"}
+    judged = list(
+        judge_answers(
+            functions, [(n, {"answer": a}) for n, a in enumerate(answers)], small_tokenizer(), 60
+        )
+    )
+    reasons = {
+        judgement.row: judgement.reason for judgement in judged if judgement.label == "math_verify"
+    }
     assert [row for row, reason in reasons.items() if reason] == [1, 3]
     assert "is not a mathematical expression" in reasons[1] and "has fields" in reasons[3]
-    assert [judgement.row for judgement in judged if judgement.label == "exact_match" and judgement.reason] == [3]
+    assert [
+        judgement.row for judgement in judged if judgement.label == "exact_match" and judgement.reason
+    ] == [3]
 
 
 def test_one_sentence_for_each_kind_of_answer_and_a_refusal_where_no_row_fits() -> None:
@@ -114,12 +124,14 @@ def test_one_sentence_for_each_kind_of_answer_and_a_refusal_where_no_row_fits() 
         "reward 'numeric_match' can never be 1 on 2 of 14 rows of d.jsonl that were tried",
     ]
     assert any("as on row 2: the row has no answer" in line for line in lines)
-    with pytest.raises(UserError, match=r"'exact_match' can never be 1 in d.jsonl, as in row \d: .*has fields"):
+    with pytest.raises(
+        UserError, match=r"'exact_match' can never be 1 in d.jsonl, as in row \d: .*has fields"
+    ):
         tried([{"value": "1"}, {"value": "2"}], "exact_match")
 
 
 def test_two_hundred_rows_are_tried_and_all_before_a_refusal() -> None:
-    """A function may be for a few rows of many: one row that fits, wherever it is, is enough."""
+    """Return a function may be for a few rows of many: one row that fits, wherever it is, is enough."""
     for place in (0, 250, 999):
         answers: list[Any] = [None] * 1000
         answers[place] = "5"
@@ -174,7 +186,9 @@ def test_special_tokens_are_not_tags_since_completions_do_not_show_them() -> Non
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     assert opened_tag(tokenizer, tokenizer.encode("1+1=<assistant><think>\n")) == ""
     pool = RewardPool(
-        RewardConfig.model_validate({"functions": [{"name": "format_regex", "kwargs": {"pattern": THINK}}]})
+        RewardConfig.model_validate(
+            {"functions": [{"name": "format_regex", "kwargs": {"pattern": THINK}}]}
+        )
     )
     (line,) = check_rewards(pool, {"d": dataset([{"answer": "1"}])}, tokenizer, 0)
     assert "'format_regex' can hardly be 1: it gets a well-formed answer, '<think>1</think>'" in line
@@ -183,7 +197,7 @@ def test_special_tokens_are_not_tags_since_completions_do_not_show_them() -> Non
 
 @pytest.mark.parametrize("name", ["format_regex", "trl.rewards:think_format_reward"])
 def test_format_rewards_see_the_tag_that_the_template_has_opened(name: str) -> None:
-    """A well-formed answer gets 1 with the tag written by the template, or by the model as before."""
+    """Return a well-formed answer gets 1 with the tag written by the template, or by the model as before."""
     if name.startswith("trl"):
         pytest.importorskip("trl.rewards", reason="TRL is not installed")
     kwargs = {"pattern": THINK} if name == "format_regex" else {}
@@ -218,7 +232,7 @@ def test_format_rewards_are_tried_against_the_template() -> None:
         pool = RewardPool(RewardConfig.model_validate(functions))
         assert check_rewards(pool, {"d": plain}, tokenizer, 0) == []
         lines = check_rewards(pool, {"d": thinking}, tokenizer, 0)
-        assert [line[:42] for line in lines] == ([] if fits else ["reward 'format_regex' can hardly be 1: it "]), (
-            pattern
-        )
+        assert [line[:42] for line in lines] == (
+            [] if fits else ["reward 'format_regex' can hardly be 1: it "]
+        ), pattern
         assert fits or r"after '<think>\n' from the chat template" in lines[0]

@@ -85,7 +85,7 @@ UNUSABLE = {
 
 
 def children() -> list[psutil.Process]:
-    """Returns this process's descendants that a pool has started, watchers and workers."""
+    """Return this process's descendants that a pool has started, watchers and workers."""
     workers = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -94,9 +94,13 @@ def children() -> list[psutil.Process]:
 
 
 def grandchildren() -> list[psutil.Process]:
-    """Lists processes that a reward function started and nobody ended, by their argument: parents may be gone."""
+    """List processes that a reward function started and nobody ended, by their argument: parents may be gone."""
     mark = f"100{os.getpid()}"
-    return [process for process in psutil.process_iter(["cmdline"]) if mark in (process.info["cmdline"] or [])]
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if mark in (process.info["cmdline"] or [])
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +113,10 @@ def rogue(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def pool(rogue: str) -> Iterator[RewardPool]:
     before = {child.pid for child in children()}
-    functions = [RewardFunction(name=rogue, weight=2.0, kwargs={"factor": 0.5}), RewardFunction(name="exact_match")]
+    functions = [
+        RewardFunction(name=rogue, weight=2.0, kwargs={"factor": 0.5}),
+        RewardFunction(name="exact_match"),
+    ]
     instead: dict[str, Any] = {"failed": "error_reward", "error_reward": -1.0}
     with RewardPool(RewardConfig(functions=functions, timeout_s=1, workers=2, **instead)) as pool:
         yield pool
@@ -119,7 +126,10 @@ def pool(rogue: str) -> Iterator[RewardPool]:
 def score(pool: RewardPool, *completions: str, row: dict | None = None) -> list[RewardResult]:
     async def all_of_them() -> list[RewardResult]:
         data_row = {"answer": "true"} if row is None else row
-        calls = (pool.score(prompt="p", completion=text, row=data_row, finish_reason="stop") for text in completions)
+        calls = (
+            pool.score(prompt="p", completion=text, row=data_row, finish_reason="stop")
+            for text in completions
+        )
         return await asyncio.wait_for(asyncio.gather(*calls), 60)
 
     return LOOP.run(all_of_them())
@@ -138,7 +148,9 @@ def test_a_bad_reward_fails_only_its_own_answer(pool: RewardPool) -> None:
     completions = [text for bad in all_bad for text in (bad, "good")]
     for text, result in zip(completions, score(pool, *completions), strict=True):
         if text == "good":
-            assert (result.reward, result.error) == (1.0, ""), f"a good answer paid for a bad one: {result}"
+            assert (result.reward, result.error) == (1.0, ""), (
+                f"a good answer paid for a bad one: {result}"
+            )
         else:
             assert all_bad[text] in result.error, (text, result)
             assert (result.reward, len(result.error) < 500) == (-1.0, True)
@@ -155,7 +167,14 @@ def test_a_bad_reward_fails_only_its_own_answer(pool: RewardPool) -> None:
 
 
 def test_by_default_an_answer_whose_call_failed_leaves_its_group_by_name_and_kind(rogue: str) -> None:
-    kinds = {"raise": "raised", "sleep": "timeout", "exit": "died", "kill": "died", "nan": "unusable", "good": ""}
+    kinds = {
+        "raise": "raised",
+        "sleep": "timeout",
+        "exit": "died",
+        "kill": "died",
+        "nan": "unusable",
+        "good": "",
+    }
     results = {}
     for failed in ("leave_out", "error_reward"):
         settings: dict[str, Any] = {"failed": failed, "error_reward": -1.0, "timeout_s": 1}
@@ -206,9 +225,9 @@ def test_processes_and_bytes_of_a_reward_function_answer_for_no_call(tmp_path: P
     texts = [f"{way} {number}" for number, way in enumerate(ways * 3)]
     with RewardPool(RewardConfig(functions=functions, workers=2, timeout_s=30)) as pool:
         results = score(pool, *texts)
-    assert [(text, result.reward, result.error) for text, result in zip(texts, results, strict=True)] == [
-        (text, float(number), "") for number, text in enumerate(texts)
-    ]
+    assert [
+        (text, result.reward, result.error) for text, result in zip(texts, results, strict=True)
+    ] == [(text, float(number), "") for number, text in enumerate(texts)]
 
 
 def test_half_a_message_is_waited_for_no_longer_than_a_whole_one(tmp_path: Path) -> None:
@@ -228,7 +247,9 @@ def test_processes_that_a_reward_function_started_end_with_its_worker(tmp_path: 
         "    time.sleep(3600 if completion.endswith('1') else 0)\n"
         "    return 1.0\n"
     )
-    config = RewardConfig(functions=[RewardFunction(name=f"{tmp_path}/starts.py:starts")], workers=1, timeout_s=2)
+    config = RewardConfig(
+        functions=[RewardFunction(name=f"{tmp_path}/starts.py:starts")], workers=1, timeout_s=2
+    )
     marks = [f"1{os.getpid()}{last}" for last in (1, 2)]
 
     def started() -> list[str]:
@@ -263,13 +284,17 @@ def test_a_question_of_megabytes_is_asked_and_too_long_an_extract_is_refused(tmp
         assert "extracted a text of" in pool._first_errors["Long"]
 
 
-def test_ten_megabytes_of_output_disturb_nobody(pool: RewardPool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ten_megabytes_of_output_disturb_nobody(
+    pool: RewardPool, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert score(pool, "print")[0].error == ""
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_worker_that_dies_between_answers_is_replaced(rogue: str) -> None:
-    with RewardPool(RewardConfig(functions=[RewardFunction(name=rogue)], timeout_s=5, workers=1)) as lonely:
+    with RewardPool(
+        RewardConfig(functions=[RewardFunction(name=rogue)], timeout_s=5, workers=1)
+    ) as lonely:
         (dying,) = score(lonely, "pid")
         score(lonely, "die later")
         psutil.Process(int(dying.reward)).wait(timeout=120)
@@ -278,9 +303,13 @@ def test_a_worker_that_dies_between_answers_is_replaced(rogue: str) -> None:
         assert alive.reward != dying.reward
 
 
-def test_a_call_whose_process_is_killed_from_outside_is_made_once_more(rogue: str, tmp_path: Path) -> None:
-    """The answer is the same when the process is killed during the call or while it loads."""
-    with RewardPool(RewardConfig(functions=[RewardFunction(name=rogue)], timeout_s=60, workers=1)) as lonely:
+def test_a_call_whose_process_is_killed_from_outside_is_made_once_more(
+    rogue: str, tmp_path: Path
+) -> None:
+    """Return the answer is the same when the process is killed during the call or while it loads."""
+    with RewardPool(
+        RewardConfig(functions=[RewardFunction(name=rogue)], timeout_s=60, workers=1)
+    ) as lonely:
         psutil.Process(lonely._workers[0]._process.pid).kill()
         assert score(lonely, "good") == [RewardResult(1.0, {"rogue": 1.0})]
         marker = tmp_path / "pid"
@@ -308,7 +337,11 @@ def test_functions_that_return_none_abstain_and_count_as_calls_without_errors(ro
     with RewardPool(RewardConfig(functions=functions, workers=1)) as several:
         assert score(several, "none") == [RewardResult(0.0, {"exact_match": 0.0})]
         (failed,) = score(several, "none", row={"answer": None})
-    assert (failed.unusable, failed.abstained, failed.failures) == (True, False, {"exact_match": "raised"})
+    assert (failed.unusable, failed.abstained, failed.failures) == (
+        True,
+        False,
+        {"exact_match": "raised"},
+    )
 
 
 def test_a_sum_that_is_too_large_cannot_be_a_reward(rogue: str) -> None:
@@ -343,7 +376,9 @@ def test_functions_that_load_only_in_the_trainer_are_named(tmp_path: Path) -> No
 
 
 def test_the_run_ends_only_past_the_error_rate(rogue: str) -> None:
-    pool = RewardPool(RewardConfig(functions=[RewardFunction(name=rogue)], max_error_rate=0.1, timeout_s=5, workers=1))
+    pool = RewardPool(
+        RewardConfig(functions=[RewardFunction(name=rogue)], max_error_rate=0.1, timeout_s=5, workers=1)
+    )
     counts = {"reward/calls": 100.0, "reward/errors/rogue": 10.0}
     pool.check_error_rate(counts)
     pool.check_error_rate({"reward/calls": 0.0, "reward/errors/rogue": 0.0})
@@ -484,12 +519,21 @@ def signatures(tmp_path: Path) -> Path:
         ("Counting", {"start": 1.0}, {"row"}),
     ],
 )
-def test_signatures_that_fit_are_accepted(signatures: Path, name: str, kwargs: dict, keywords: set) -> None:
+def test_signatures_that_fit_are_accepted(
+    signatures: Path, name: str, kwargs: dict, keywords: set
+) -> None:
     (reward,) = bind_rewards([(f"{signatures}:{name}", kwargs)])
     assert reward.keywords == keywords
     assert reward.label == name
     seen = Trajectory(0, 0, [1], metrics={"tools/calls": 1.0})
-    offered = {"prompt": "p", "row": {}, "answer": None, "finish_reason": "stop", "images": (), "trajectory": seen}
+    offered = {
+        "prompt": "p",
+        "row": {},
+        "answer": None,
+        "finish_reason": "stop",
+        "images": (),
+        "trajectory": seen,
+    }
     assert reward("text", offered | {"opened": ""}) == 1.0
 
 
@@ -516,13 +560,21 @@ def of_environments(completions, environments): return [e.score for e in environ
 
 
 @pytest.mark.parametrize("prompt", ["1+1=", [{"role": "user", "content": "1+1="}]])
-def test_functions_with_the_signature_of_trl_are_called_with_lists_of_one(tmp_path: Path, prompt: object) -> None:
+def test_functions_with_the_signature_of_trl_are_called_with_lists_of_one(
+    tmp_path: Path, prompt: object
+) -> None:
     file = tmp_path / "of_trl.py"
     file.write_text(TRL)
     specs = [(f"{file}:shares", {"factor": 0.5}), (f"{file}:later", {}), (f"{file}:not_for_this", {})]
     row = {"prompt": prompt, "solution": "2", "level": "hard", "answer": None}
     seen = Trajectory(0, 0, [1], [6, 7, 8], [0, 1, 1], [0.0] * 3, answer_start=1)
-    offered = {"prompt": "rendered", "row": row, "answer": None, "finish_reason": "stop", "trajectory": seen}
+    offered = {
+        "prompt": "rendered",
+        "row": row,
+        "answer": None,
+        "finish_reason": "stop",
+        "trajectory": seen,
+    }
     bound = bind_rewards(specs)
     assert [reward("2", offered) for reward in bound] == [0.5, 0.5, None]
     assert [reward("3", offered) for reward in bound] == [0.0, 0.5, None]
@@ -544,8 +596,13 @@ def test_rewards_that_trl_ships_give_here_what_they_give_there() -> None:
 
 
 def test_a_name_alone_is_a_reward_function() -> None:
-    config = RewardConfig.model_validate({"functions": ["exact_match", {"name": "numeric_match", "weight": 0.5}]})
-    assert config.functions == [RewardFunction(name="exact_match"), RewardFunction(name="numeric_match", weight=0.5)]
+    config = RewardConfig.model_validate(
+        {"functions": ["exact_match", {"name": "numeric_match", "weight": 0.5}]}
+    )
+    assert config.functions == [
+        RewardFunction(name="exact_match"),
+        RewardFunction(name="numeric_match", weight=0.5),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -562,7 +619,9 @@ def test_a_name_alone_is_a_reward_function() -> None:
         ("Countin", {}, "did you mean Counting"),
     ],
 )
-def test_signatures_that_do_not_fit_are_named(signatures: Path, name: str, kwargs: dict, reason: str) -> None:
+def test_signatures_that_do_not_fit_are_named(
+    signatures: Path, name: str, kwargs: dict, reason: str
+) -> None:
     with pytest.raises(UserError, match=reason) as caught:
         bind_rewards([(f"{signatures}:{name}", kwargs)])
     assert name in str(caught.value)
@@ -577,22 +636,34 @@ def test_signatures_that_do_not_fit_are_named(signatures: Path, name: str, kwarg
         (["f_2", "f", "f", "f"], ["f_2", "f", "f_3", "f_4"]),
     ],
 )
-def test_labels_are_numbered_until_they_are_free(tmp_path: Path, names: list[str], labels: list[str]) -> None:
+def test_labels_are_numbered_until_they_are_free(
+    tmp_path: Path, names: list[str], labels: list[str]
+) -> None:
     for number, name in enumerate(names):
         (tmp_path / f"m{number}.py").write_text(f"def {name}(completion): return {10.0**number}\n")
-    functions = [RewardFunction(name=f"{tmp_path}/m{number}.py:{name}") for number, name in enumerate(names)]
+    functions = [
+        RewardFunction(name=f"{tmp_path}/m{number}.py:{name}") for number, name in enumerate(names)
+    ]
     with RewardPool(RewardConfig(functions=functions, workers=1, timeout_s=60)) as pool:
         assert pool.labels == labels
         assert score(pool, "any")[0].reward == sum(10.0**number for number in range(len(names)))
 
 
 @pytest.mark.parametrize("name", ["mean", "std", "errors"])
-def test_a_function_that_would_replace_a_figure_of_the_run_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_a_function_that_would_replace_a_figure_of_the_run_is_refused_by_name(
+    tmp_path: Path, name: str
+) -> None:
     (tmp_path / "r.py").write_text(f"def {name}(completion): return 1.0\n")
-    with pytest.raises(UserError, match=rf"r.py:{name}' would replace the run's own figure reward/{name}: rename"):
+    with pytest.raises(
+        UserError, match=rf"r.py:{name}' would replace the run's own figure reward/{name}: rename"
+    ):
         bind_rewards([(f"{tmp_path}/r.py:{name}", {})])
 
 
 def test_a_function_used_twice_has_two_labels() -> None:
     specs = [("format_regex", {"pattern": "a"}), ("exact_match", {}), ("format_regex", {"pattern": "b"})]
-    assert [reward.label for reward in bind_rewards(specs)] == ["format_regex", "exact_match", "format_regex_2"]
+    assert [reward.label for reward in bind_rewards(specs)] == [
+        "format_regex",
+        "exact_match",
+        "format_regex_2",
+    ]

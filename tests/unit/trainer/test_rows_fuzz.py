@@ -32,7 +32,9 @@ def _is_json(text: str) -> bool:
     return True
 
 
-texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=8) | st.sampled_from(["42", '"a"', "{}", "[]"])
+texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=8) | st.sampled_from(
+    ["42", '"a"', "{}", "[]"]
+)
 names = st.sampled_from(["look", "add", "wéiß"])
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | texts,
@@ -42,14 +44,20 @@ values = st.recursive(
 objects = st.dictionaries(texts, values, max_size=3)
 arguments = objects | objects.map(json.dumps) | st.sampled_from([None, "", "{", "[1]", "no"])
 functions = st.fixed_dictionaries({"name": names, "arguments": arguments})
-calls = functions | functions.map(lambda function: {"type": "function", "function": function, "id": None})
+calls = functions | functions.map(
+    lambda function: {"type": "function", "function": function, "id": None}
+)
 parts = st.one_of(
     texts,
     st.fixed_dictionaries({"type": st.just("text"), "text": texts}),
     st.fixed_dictionaries({"text": texts}),
-    st.sampled_from([{"type": "text", "text": None}, {"type": "image", "image": "a.png"}, {"type": "video"}, 5, None]),
+    st.sampled_from(
+        [{"type": "text", "text": None}, {"type": "image", "image": "a.png"}, {"type": "video"}, 5, None]
+    ),
 )
-contents = st.one_of(texts, st.lists(parts, max_size=3), st.none(), st.integers(-9, 9), st.booleans(), objects)
+contents = st.one_of(
+    texts, st.lists(parts, max_size=3), st.none(), st.integers(-9, 9), st.booleans(), objects
+)
 roles = st.sampled_from(["user", "assistant", "system", "tool", "User", "ASSISTANT", " system "])
 messages = st.fixed_dictionaries(
     {"role": roles},
@@ -57,7 +65,9 @@ messages = st.fixed_dictionaries(
         "content": contents,
         "text": texts,
         "name": st.none() | names,
-        "tool_calls": st.none() | st.lists(calls, max_size=2) | st.lists(calls, max_size=2).map(json.dumps),
+        "tool_calls": st.none()
+        | st.lists(calls, max_size=2)
+        | st.lists(calls, max_size=2).map(json.dumps),
     },
 )
 chats = st.lists(messages, min_size=1, max_size=4)
@@ -74,14 +84,16 @@ class Refused(Exception):
 
 
 def reference(row: dict[str, Any]) -> str:
-    """The text of a row's prompt, made without a template. Raises Refused."""
+    """Return the text of a row's prompt, made without a template. Raises Refused."""
     prompt = row["prompt"]
     if isinstance(prompt, str):
         try:
             read = json.loads(prompt)
         except ValueError:
             read = None
-        is_chat = isinstance(read, list) and read and all(isinstance(m, dict) and "role" in m for m in read)
+        is_chat = (
+            isinstance(read, list) and read and all(isinstance(m, dict) and "role" in m for m in read)
+        )
         prompt = read if is_chat else prompt
     if not prompt:
         raise Refused
@@ -127,7 +139,9 @@ def turn(role: str, message: dict[str, Any]) -> str:
 def shown(role: str, content: Any) -> str:
     if isinstance(content, str):
         return content
-    if isinstance(content, list) and any(isinstance(p, dict) and p.get("type") in ("image", "video") for p in content):
+    if isinstance(content, list) and any(
+        isinstance(p, dict) and p.get("type") in ("image", "video") for p in content
+    ):
         raise Refused  # also among values that are not parts: the recipe takes no images
     if role == "tool":
         typed = [content] if isinstance(content, dict) else content
@@ -143,7 +157,11 @@ def shown(role: str, content: Any) -> str:
     for part in [content] if isinstance(content, dict) else content:
         if isinstance(part, str):
             joined += part
-        elif isinstance(part, dict) and part.get("type") in ("text", None) and isinstance(part.get("text"), str):
+        elif (
+            isinstance(part, dict)
+            and part.get("type") in ("text", None)
+            and isinstance(part.get("text"), str)
+        ):
             joined += part["text"]
         else:
             raise Refused
@@ -171,7 +189,9 @@ def test_rows_at_random_are_shown_as_by_a_reference_or_refused_by_number(
             bad.append(row)
     folder = tmp_path_factory.mktemp("rows")
     if good:
-        assert texts_of(folder / "good.jsonl", [row for row, _ in good], tokenizer) == [text for _, text in good]
+        assert texts_of(folder / "good.jsonl", [row for row, _ in good], tokenizer) == [
+            text for _, text in good
+        ]
     if bad:  # all rows before the refused one are as good as before
         file = folder / "bad.jsonl"
         with pytest.raises(UserError, match=f"row {len(good)} of {file} ") as caught:
@@ -192,7 +212,7 @@ def texts_of(file: Path, data: list[dict[str, Any]], tokenizer: Any) -> list[str
 
 
 def refusal_of(row: dict[str, Any], tokenizer: Any) -> str:
-    """The sentence by which a row is refused; otherwise the row's text as the model would see it."""
+    """Return the sentence by which a row is refused; otherwise the row's text as the model would see it."""
     try:
         return "".join(shown_row.text for shown_row in rendered_in_memory(row, tokenizer))
     except UserError as error:
@@ -200,7 +220,7 @@ def refusal_of(row: dict[str, Any], tokenizer: Any) -> str:
 
 
 def rendered_in_memory(row: dict[str, Any], tokenizer: Any) -> Any:
-    """A row without a file, whose reading takes most of the time."""
+    """Yield a row without a file, whose reading takes most of the time."""
     with pytest.MonkeyPatch.context() as patch:
         columns = {name: datasets.Json() for name in row}
         made = datasets.Dataset.from_list([row], features=datasets.Features(columns))

@@ -22,16 +22,24 @@ print(json.dumps({"line": line, "user": getpass.getuser(), "home": os.path.expan
 
 
 def put_in_order(*options: str, as_stranger: bool = False, **environ: str) -> dict[str, Any]:
-    """Returns what `put_in_order` makes of these variables, and no others, in a process of its own."""
+    """Return what `put_in_order` makes of these variables, and no others, in a process of its own."""
     command = [sys.executable, *options, "-c", SHOW]
     if as_stranger:  # a uid without an entry in /etc/passwd
         command = ["setpriv", "--reuid", "54321", "--clear-groups", *command]
-    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
 def test_variables_of_a_rank_count_only_where_torchrun_has_set_them() -> None:
-    rank = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+    rank = {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+    }
     left = put_in_order(**rank)
     assert not rank.keys() & left.keys()
     assert left["line"] == (
@@ -50,7 +58,9 @@ def test_loopback_is_never_asked_of_a_proxy() -> None:
     assert off_proxies(variables) == {name: variables[name] for name in ("NO_PROXY", "no_proxy")}
 
 
-def test_a_client_reaches_a_server_of_this_machine_beside_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_reaches_a_server_of_this_machine_beside_a_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import httpx
 
     proxies = {"HTTP_PROXY": "http://127.0.0.2:1", "ALL_PROXY": "http://127.0.0.2:1"}
@@ -62,7 +72,9 @@ def test_a_client_reaches_a_server_of_this_machine_beside_a_proxy(monkeypatch: p
     assert client._transport_for_url(httpx.URL("http://example.org")) is not client._transport
 
 
-@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can be another user")
+@pytest.mark.skipif(
+    os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can be another user"
+)
 def test_a_user_without_a_home_and_an_entry_has_a_private_one(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     for folder in tmp_path.parents:
@@ -77,16 +89,30 @@ def test_a_user_without_a_home_and_an_entry_has_a_private_one(tmp_path: Path) ->
 def run(*words: str, within: tuple[str, ...] = (), **environ: str) -> tuple[int, str]:
     command = [*within, sys.executable, *words]
     environment = os.environ | environ
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize(
     ("options", "environ", "sentence"),
     [
-        ((), {"PYTHONOPTIMIZE": "2"}, "PYTHONOPTIMIZE=2 (-OO) drops docstrings, which Transformers reads: unset it"),
-        ((), {"PYTHONWARNINGS": "error"}, "PYTHONWARNINGS=error (-W error) makes errors of torch's and vLLM's own"),
-        (("-W", "error::FutureWarning"), {}, "PYTHONWARNINGS=error (-W error) makes errors of torch's and vLLM's own"),
+        (
+            (),
+            {"PYTHONOPTIMIZE": "2"},
+            "PYTHONOPTIMIZE=2 (-OO) drops docstrings, which Transformers reads: unset it",
+        ),
+        (
+            (),
+            {"PYTHONWARNINGS": "error"},
+            "PYTHONWARNINGS=error (-W error) makes errors of torch's and vLLM's own",
+        ),
+        (
+            ("-W", "error::FutureWarning"),
+            {},
+            "PYTHONWARNINGS=error (-W error) makes errors of torch's and vLLM's own",
+        ),
     ],
 )
 def test_a_python_that_the_libraries_do_not_bear_is_named(
@@ -104,7 +130,11 @@ def test_a_machine_without_loopback_is_named() -> None:
     if subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode:
         pytest.skip("no network namespace can be made here")
     code, error = run("-m", "hotbunk", "train", "recipe.yaml", within=("unshare", "-n"))
-    assert code == 2 and error.startswith("hotbunk: 127.0.0.1 cannot be reached (") and "ip link set lo up" in error
+    assert (
+        code == 2
+        and error.startswith("hotbunk: 127.0.0.1 cannot be reached (")
+        and "ip link set lo up" in error
+    )
 
 
 def test_a_package_of_another_project_that_hides_ours_is_named(tmp_path: Path) -> None:
@@ -116,4 +146,6 @@ def test_a_package_of_another_project_that_hides_ours_is_named(tmp_path: Path) -
     )
     code, error = run("-P", "-c", script, PYTHONPATH=str(tmp_path))
     assert code == 2
-    assert error.startswith(f"hotbunk: {tmp_path / 'trainer'} hides Hotbunk's package trainer by PYTHONPATH: take ")
+    assert error.startswith(
+        f"hotbunk: {tmp_path / 'trainer'} hides Hotbunk's package trainer by PYTHONPATH: take "
+    )

@@ -18,7 +18,9 @@ from trainer.config.schema import DataConfig, HeldOutConfig, TrainConfig
 from trainer.data import load_held_out, load_prompts, prompt_rows
 from trainer.errors import UserError
 
-PARTS = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}]}]
+PARTS = [
+    {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}]}
+]
 PLAIN = [{"role": "user", "content": [{"type": "text", "text": "what?"}]}]
 
 
@@ -29,7 +31,9 @@ def model(tiny_vlm: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def rules(model: Path) -> ImageRules:
-    return ImageRules(ImageProcessor(model, AutoTokenizer.from_pretrained(model)), ImageLimits(max_pixels=20_000))
+    return ImageRules(
+        ImageProcessor(model, AutoTokenizer.from_pretrained(model)), ImageLimits(max_pixels=20_000)
+    )
 
 
 @pytest.fixture
@@ -52,9 +56,21 @@ def write(folder: Path, rows: list[dict[str, Any]], kind: str) -> Path:
     ("row", "keys", "sentence"),
     [
         ({"messages": PARTS}, {}, "has an image in its messages, but data.max_images is 0"),
-        ({"messages": PLAIN, "images": ["a.png"]}, {"max_images": 1}, "has images in its column 'images', which is"),
-        ({"prompt": "<image>what?", "images": ["a.png"]}, {}, "has images in its column 'images', which is not read"),
-        ({"prompt": "<image>what?", "seen": "a.png"}, {"max_images": 2}, "column 'seen', which is not read: set data"),
+        (
+            {"messages": PLAIN, "images": ["a.png"]},
+            {"max_images": 1},
+            "has images in its column 'images', which is",
+        ),
+        (
+            {"prompt": "<image>what?", "images": ["a.png"]},
+            {},
+            "has images in its column 'images', which is not read",
+        ),
+        (
+            {"prompt": "<image>what?", "seen": "a.png"},
+            {"max_images": 2},
+            "column 'seen', which is not read: set data",
+        ),
     ],
 )
 def test_rows_whose_images_would_not_be_read_are_refused(
@@ -80,7 +96,11 @@ def test_rows_whose_images_would_not_be_read_are_refused(
         load_prompts(data, tokenizer, images)
     with pytest.raises(UserError, match=f"row 1 of .*{sentence}"):
         load_held_out(HeldOutConfig(path=str(path)), data, tokenizer, images)
-    sections = {"model": {"path": str(model)}, "data": data.model_dump(), "sft": {"completion_key": "completion"}}
+    sections = {
+        "model": {"path": str(model)},
+        "data": data.model_dump(),
+        "sft": {"completion_key": "completion"},
+    }
     config = TrainConfig.model_validate(sections)
     with pytest.raises(UserError, match=f"row 1 of .*{sentence}"):
         load_transcripts(config, tokenizer)
@@ -90,7 +110,13 @@ def test_columns_of_images_that_nothing_mentions_are_named_in_a_remark(folder: P
     encoded = base64.b64encode((folder / "a.png").read_bytes()).decode()
     data_url = f"data:image/png;base64,{encoded}"
     held = {"one": "a.png", "two": [None, "a.JPG"], "three": encoded, "four": data_url}
-    others = {"container": "python:3.11", "note": "see a.png", "url": "https://x.org/a.png", "five": None, "six": []}
+    others = {
+        "container": "python:3.11",
+        "note": "see a.png",
+        "url": "https://x.org/a.png",
+        "five": None,
+        "six": [],
+    }
     path = write(folder, [{"prompt": "what?", "answer": "a.png", **held, **others}], "jsonl")
     (row,) = prompt_rows(DataConfig(path=str(path)), small_tokenizer())
     assert row.remarks == tuple(f"has images in its column {name!r}, which is not read" for name in held)
@@ -98,5 +124,7 @@ def test_columns_of_images_that_nothing_mentions_are_named_in_a_remark(folder: P
         "image", datasets.Image()
     )
     rows.to_parquet(folder / "pillow.parquet")
-    (row,) = prompt_rows(DataConfig(path=str(folder / "pillow.parquet"), answer_key=None), small_tokenizer())
+    (row,) = prompt_rows(
+        DataConfig(path=str(folder / "pillow.parquet"), answer_key=None), small_tokenizer()
+    )
     assert row.remarks == ("has images in its column 'image', which is not read",)

@@ -51,15 +51,17 @@ def service(model: Path) -> Iterator[AsyncVLLM]:
 
 
 def engine_processes() -> list[psutil.Process]:
-    """The engines' processes below this one."""
-    children = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    """Return the engines' processes below this one."""
+    children = [
+        p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE
+    ]
     helpers = ("resource_tracker", "forkserver")  # helpers of this process's own multiprocessing
     engines = [p for p in children if p.pid != forkserver._server._forkserver_pid]
     return [p for p in engines if not any(helper in " ".join(p.cmdline()) for helper in helpers)]
 
 
 def nothing_unfinished(service: AsyncVLLM) -> bool:
-    """Waits until all requests count as finished, and tells whether the engines agree.
+    """Wait until all requests count as finished, and tell whether the engines agree.
 
     A request is counted a moment after its answer has come.
     """
@@ -76,12 +78,18 @@ def unfinished_in_engines(service: AsyncVLLM) -> list[int]:
 def gap(policy: HfPolicy, output: Any) -> float:
     """Largest difference between an output's log-probabilities and the policy's."""
     sampled = list(output.outputs[0].token_ids)
-    expected = policy.logprobs(list(output.prompt_token_ids) + sampled)[len(output.prompt_token_ids) - 1 :]
-    sampled_logprobs = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, sampled, strict=True)]
+    expected = policy.logprobs(list(output.prompt_token_ids) + sampled)[
+        len(output.prompt_token_ids) - 1 :
+    ]
+    sampled_logprobs = [
+        at[token].logprob for at, token in zip(output.outputs[0].logprobs, sampled, strict=True)
+    ]
     return max(abs(a - b) for a, b in zip(expected, sampled_logprobs, strict=True))
 
 
-def test_a_list_of_prompts_gives_a_list_of_outputs_and_a_single_prompt_one_output(service: AsyncVLLM) -> None:
+def test_a_list_of_prompts_gives_a_list_of_outputs_and_a_single_prompt_one_output(
+    service: AsyncVLLM,
+) -> None:
     one = service.generate([5, 6, 7], GREEDY)
     assert list(one.prompt_token_ids) == [5, 6, 7]
     assert one.finished
@@ -107,7 +115,8 @@ def test_outputs_keep_the_order_and_parameters_of_prompts(service: AsyncVLLM) ->
     assert [list(o.prompt_token_ids) for o in outputs] == [[10 + i] for i in range(8)]
     assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
     assert [len(o.outputs) for o in outputs] == [2 if n == 5 else 1 for n in lengths]
-    assert {p.output_kind for p in params} == {SamplingParams().output_kind}  # the caller's objects are not changed
+    # The caller's objects are not changed
+    assert {p.output_kind for p in params} == {SamplingParams().output_kind}
     with pytest.raises(ValueError, match="2 sampling parameters were given for 3 prompts"):
         service.generate(["a", "b", "c"], [GREEDY, GREEDY])
 
@@ -166,7 +175,9 @@ def test_calls_can_name_an_engine_by_its_index(service: AsyncVLLM) -> None:
 def test_several_engines_need_a_load_balancer(service: AsyncVLLM) -> None:
     kept, service._load_balancer = service._load_balancer, None
     try:
-        with pytest.raises(RuntimeError, match="LoadBalancer is not created. Create a LoadBalancer using"):
+        with pytest.raises(
+            RuntimeError, match="LoadBalancer is not created. Create a LoadBalancer using"
+        ):
             service.generate("a", GREEDY)
     finally:
         service._load_balancer = kept
@@ -175,7 +186,7 @@ def test_several_engines_need_a_load_balancer(service: AsyncVLLM) -> None:
 
 
 def test_loads_count_submitted_requests_and_the_real_cache_use(service: AsyncVLLM) -> None:
-    """A burst is spread before any engine answers, and the use of the KV cache is the one of vLLM's scheduler."""
+    """Return a burst is spread before any engine answers, and the use of the KV cache is the one of vLLM's scheduler."""
     futures = [service.submit([7, 8, 9], ENDLESS, timeout_seconds=60) for _ in range(24)]
     burst = service.get_num_unfinished_requests()
     assert sum(burst) == 24
@@ -187,7 +198,10 @@ def test_loads_count_submitted_requests_and_the_real_cache_use(service: AsyncVLL
     assert nothing_unfinished(service)
     assert service.get_cache_usage() == [0.0, 0.0]
     stats = service._load_balancer.get_stats()  # type: ignore[union-attr]
-    assert [(s["pending_requests"], s["cache_usage"]) for s in stats["actor_stats"]] == [(0, 0.0), (0, 0.0)]
+    assert [(s["pending_requests"], s["cache_usage"]) for s in stats["actor_stats"]] == [
+        (0, 0.0),
+        (0, 0.0),
+    ]
 
 
 def test_collective_rpc_returns_the_workers_answers_in_order(service: AsyncVLLM) -> None:
@@ -238,8 +252,13 @@ def test_weights_reach_engines_by_broadcast(service: AsyncVLLM, model: Path) -> 
     expected = {name: (p.dtype, p.shape) for name, p in policy.model.named_parameters()}
     assert metadata == expected
     service.check_model_metadata(expected)
-    with pytest.raises(ValueError, match=r"model\.norm\.weight is missing.*model\.bogus is not expected"):
-        wrong = {("model.bogus" if name == "model.norm.weight" else name): what for name, what in expected.items()}
+    with pytest.raises(
+        ValueError, match=r"model\.norm\.weight is missing.*model\.bogus is not expected"
+    ):
+        wrong = {
+            ("model.bogus" if name == "model.norm.weight" else name): what
+            for name, what in expected.items()
+        }
         service.check_model_metadata(wrong)
 
     prompt, params = list(range(30, 230)), SamplingParams(max_tokens=4, temperature=0.0, logprobs=0)
@@ -282,7 +301,9 @@ def test_after_weights_that_do_not_fit_engines_refuse_until_some_fit(
     assert service.generate("a", GREEDY).finished
 
 
-def test_an_update_without_weights_changes_nothing(service: AsyncVLLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_update_without_weights_changes_nothing(
+    service: AsyncVLLM, caplog: pytest.LogCaptureFixture
+) -> None:
     before = service.weight_version
     assert service.update_weights(iter(())) is None
     assert "No weights provided for update" in caplog.text
@@ -304,7 +325,8 @@ def test_the_port_is_reserved_before_there_is_a_group(service: AsyncVLLM, model:
     with pytest.raises(OSError, match="in use"), socket.create_server(address):
         pass
     assert service.get_master_port() == address[1]
-    calls = service.init_weight_update_group(*address)  # the service's own group: it waits for no other process
+    # The service's own group: it waits for no other process
+    calls = service.init_weight_update_group(*address)
     assert [call.done() for call in calls] == [True, True]
     assert service.init_weight_update_group() == calls
     assert service.collective_rpc("check_nccl_group_ready") == [[True], [True]]
@@ -326,13 +348,15 @@ def trainers_group(service: AsyncVLLM) -> Iterator[Any]:
         [outcome] = replica.submit("call_workers", "init_weight_update_group", *place).result(60)
         assert outcome["error"] is None  # returns at once, though no process listens yet
     assert service.collective_rpc("check_nccl_group_ready") == [[False], [False]]
-    group = sharding.stateless_init_process_group("localhost", str(port), 0, 3, torch.device("cpu"), timeout=60)
+    group = sharding.stateless_init_process_group(
+        "localhost", str(port), 0, 3, torch.device("cpu"), timeout=60
+    )
     yield group
     group.abort("the test is over")
 
 
 def send(service: AsyncVLLM, group: Any, name: str, weight: torch.Tensor) -> list[dict[str, Any]]:
-    """Sends one weight as TorchRL does: a call of all workers, and the broadcast that goes with it."""
+    """Send one weight as TorchRL does: a call of all workers, and the broadcast that goes with it."""
     dtype = str(weight.dtype).removeprefix("torch.")
     futures = service.collective_rpc_futures("update_weight", args=(name, dtype, tuple(weight.shape)))
     group.broadcast(weight, src=0, stream=None)
@@ -368,7 +392,10 @@ def test_torchrls_update_weight_sends_a_version_weight_by_weight(
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda weights: ("model.bogus", weights[1][1]), "not announced: model.bogus; still to come: model"),
+        (
+            lambda weights: ("model.bogus", weights[1][1]),
+            "not announced: model.bogus; still to come: model",
+        ),
         (lambda weights: weights[0], "embed_tokens.weight arrived a second time; still to come: model"),
         (lambda weights: (weights[1][0], weights[1][1].double()), "arrived as .*float64"),
         (lambda weights: (weights[1][0], weights[1][1][:-1]), "and was announced as"),
@@ -377,7 +404,7 @@ def test_torchrls_update_weight_sends_a_version_weight_by_weight(
 def test_a_weight_that_does_not_fit_ends_its_update(
     service: AsyncVLLM, model: Path, trainers_group: Any, wrong: Any, message: str
 ) -> None:
-    """The outcome names the mistake, and a complete update by any way repairs it."""
+    """Return the outcome names the mistake, and a complete update by any way repairs it."""
     weights = list(HfPolicy(model).model.named_parameters())
     assert all(outcome["error"] is None for outcome in send(service, trainers_group, *weights[0]))
     for outcome in send(service, trainers_group, *wrong(weights)):
@@ -393,14 +420,16 @@ def test_a_weight_without_a_group_is_reported_in_the_outcome(service: AsyncVLLM,
     service.collective_rpc("close_collective")
     [[outcome], _] = service.collective_rpc("update_weight", args=("x", "float32", (1,)))
     assert "Weight update group not initialized" in outcome["error"]
-    with pytest.raises(ValueError, match="rank 1 is a worker's, which joins with init_weight_update_group"):
+    with pytest.raises(
+        ValueError, match="rank 1 is a worker's, which joins with init_weight_update_group"
+    ):
         sharding.stateless_init_process_group(None, 1, 1, 2)
     service.close_weights_group()
     service.update_weights(HfPolicy(model).model.named_parameters())
 
 
 def test_a_sender_of_the_trainers_own_updates_the_engines(service: AsyncVLLM, model: Path) -> None:
-    """The trainer has a group of its own, and the engines' futures report success and failure."""
+    """Return the trainer has a group of its own, and the engines' futures report success and failure."""
     policy = HfPolicy(model)
     policy.randomise(5)
     source = FsdpWeightSource(list(policy.model.named_parameters()), torch.float32)
@@ -453,7 +482,9 @@ def test_engines_read_weights_from_a_folder(service: AsyncVLLM, model: Path, tmp
     with pytest.raises(RuntimeError, match=r"worker 0 on cpu:0 .* holds no complete weights"):
         service.load_weights_from_storage(tmp_path / "nothing")
     (tmp_path / "meta.json").write_text("{}")  # as TensorDict writes
-    with pytest.raises(RuntimeError, match=r"is TensorDict's, without digests: write it with sharding\.StorageWriter"):
+    with pytest.raises(
+        RuntimeError, match=r"is TensorDict's, without digests: write it with sharding\.StorageWriter"
+    ):
         service.collective_rpc(*refused)
     other = FsdpWeightSource([("model.norm.weight", torch.nn.Parameter(torch.zeros(3)))], torch.float32)
     with pytest.raises(RuntimeError, match=r"weights of another model, such as model\.norm\.weight"):
@@ -462,7 +493,8 @@ def test_engines_read_weights_from_a_folder(service: AsyncVLLM, model: Path, tmp
     service.generate("a", GREEDY)  # no weight was touched
     folder = StorageWriter(tmp_path / "weights", source).write(70)
     assert service.load_weights_from_storage(folder, num_threads=2) == 70 == service.weight_version
-    running = service.submit([1, 2, 3], ENDLESS)  # it ends before its engine's workers load other weights
+    # It ends before its engine's workers load other weights
+    running = service.submit([1, 2, 3], ENDLESS)
     StorageWriter(tmp_path / "weights", source).write(71)
     by_name = {"storage_path": str(folder), "num_threads": 2}
     for [outcome] in service.collective_rpc("load_weights_from_storage", kwargs=by_name):
@@ -473,7 +505,7 @@ def test_engines_read_weights_from_a_folder(service: AsyncVLLM, model: Path, tmp
 
 
 def test_a_dead_engine_raises_at_once(service: AsyncVLLM) -> None:
-    """Kills one of the two engines; only the tests of the service's end may follow."""
+    """Kill one of the two engines; only the tests of the service's end may follow."""
     futures = [service.submit([9, i], ENDLESS) for i in range(12)]
     os.kill(min(engine_processes(), key=lambda p: p.pid).pid, signal.SIGKILL)
     errors = [future.exception(60) for future in futures]
@@ -508,7 +540,11 @@ def test_a_failed_start_leaves_no_process(service: AsyncVLLM, monkeypatch: pytes
 def test_a_float32_head_reaches_the_engine(tiny_qwen2_untied: Path) -> None:
     """Logits of a bfloat16 head lie on a grid; those of a float32 head do not, and are the trainer's."""
     with AsyncVLLM.from_pretrained(
-        str(tiny_qwen2_untied), verbose=False, compile=False, enable_fp32_output=True, **(SMALL | {"dtype": "bfloat16"})
+        str(tiny_qwen2_untied),
+        verbose=False,
+        compile=False,
+        enable_fp32_output=True,
+        **(SMALL | {"dtype": "bfloat16"}),
     ) as service:
         prompt = list(range(40, 72))
         output = service.generate(prompt, SamplingParams(max_tokens=1, temperature=0.0, logprobs=20))
@@ -529,6 +565,6 @@ def test_a_float32_head_reaches_the_engine(tiny_qwen2_untied: Path) -> None:
 
 
 def on_a_grid(logprobs: list[float], step: float = 2.0**-12) -> bool:
-    """Tells whether all differences are multiples of `step`, as for bfloat16 logits of at least 1/16."""
+    """Tell whether all differences are multiples of `step`, as for bfloat16 logits of at least 1/16."""
     steps = [(value - logprobs[0]) / step for value in logprobs]
     return max(abs(s - round(s)) for s in steps) < 0.05

@@ -29,7 +29,14 @@ from tests.support.colocated import HfPolicy
 from trainer.policy.hf_format import checkpoint_views, parameter_names
 
 PROMPTS = [[14, 50, 77], [20, 21, 22, 0, 24], [99, 98], [14, 15, 16, 17]]
-KEYS = {"output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs", "truncated", "errors"}
+KEYS = {
+    "output_ids",
+    "generation_lengths",
+    "unpadded_sequence_lengths",
+    "logprobs",
+    "truncated",
+    "errors",
+}
 
 
 def config(model: Path, **changes: Any) -> VllmConfig:
@@ -56,21 +63,25 @@ def config(model: Path, **changes: Any) -> VllmConfig:
 
 
 def padded(prompts: list[list[int]], **more: Any) -> BatchedDataDict:
-    """A batch of right-padded prompts."""
+    """Return a batch of right-padded prompts."""
     width = max((len(prompt) for prompt in prompts), default=0)
     ids = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], dtype=torch.long)
     lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.long)
-    return BatchedDataDict({"input_ids": ids.view(len(prompts), width), "input_lengths": lengths, **more})
+    return BatchedDataDict(
+        {"input_ids": ids.view(len(prompts), width), "input_lengths": lengths, **more}
+    )
 
 
 def responses(output: BatchedDataDict) -> list[list[int]]:
     """Each row's response, cut out by its lengths."""
     ends, counts = output["unpadded_sequence_lengths"].tolist(), output["generation_lengths"].tolist()
-    return [ids[e - n : e] for ids, e, n in zip(output["output_ids"].tolist(), ends, counts, strict=True)]
+    return [
+        ids[e - n : e] for ids, e, n in zip(output["output_ids"].tolist(), ends, counts, strict=True)
+    ]
 
 
 def greedy_by_transformers(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
-    """The greedy continuation by plain Transformers, up to token 2 or `count` tokens."""
+    """Return the greedy continuation by plain Transformers, up to token 2 or `count` tokens."""
     ids = list(prompt)
     while len(ids) < len(prompt) + count and ids[len(prompt) :][-1:] != [2]:
         with torch.no_grad():
@@ -89,8 +100,10 @@ def generation(model: Path) -> Iterator[VllmGeneration]:
         yield generation
 
 
-def test_outputs_have_the_promised_shapes_types_and_logprobs(generation: VllmGeneration, model: Path) -> None:
-    """Log-probabilities are those of the sampled distribution, after temperature, top-k and top-p."""
+def test_outputs_have_the_promised_shapes_types_and_logprobs(
+    generation: VllmGeneration, model: Path
+) -> None:
+    """Return log-probabilities are those of the sampled distribution, after temperature, top-k and top-p."""
     data = padded(PROMPTS * 4)
     data["input_ids"] = data["input_ids"].int()
     output = generation.generate(data)
@@ -158,7 +171,8 @@ def test_stop_strings_hold_for_their_own_sample(generation: VllmGeneration, mode
     assert early < late
     data = padded([PROMPTS[0]] * 3, stop_strings=[[text[early]], None, ["never said"]])
     output = generation.generate(data, greedy=True)
-    assert responses(output) == [plain[: early + 1], plain, plain]  # the stop string is part of the answer
+    # The stop string is part of the answer
+    assert responses(output) == [plain[: early + 1], plain, plain]
     assert output["truncated"].tolist() == [False, *([plain[-1] != 2] * 2)]
 
 
@@ -185,7 +199,9 @@ def test_truncated_marks_answers_that_no_stop_token_ended(generation: VllmGenera
 def test_async_results_come_as_they_finish_with_their_place(generation: VllmGeneration) -> None:
     prompts = [PROMPTS[0], PROMPTS[1], [7] * 63]  # the last one has room for a single token
     worker = generation.workers[0]
-    results = worker.thread.run(collect(worker.engine.generate_async(padded(prompts), greedy=True)), 60, "a test")
+    results = worker.thread.run(
+        collect(worker.engine.generate_async(padded(prompts), greedy=True)), 60, "a test"
+    )
     assert results[0][0] == 2
     results = asyncio.run(collect(generation.generate_async(padded(prompts), greedy=True)))
     assert sorted(place for place, _ in results) == [0, 1, 2]
@@ -218,7 +234,9 @@ def test_text_prompts_give_text_answers(generation: VllmGeneration, model: Path)
     texts = ["1+1=", "what", "x" * 500]
     data = BatchedDataDict({"prompts": texts, "stop_strings": [None, ["zz"], None]})
     output = generation.generate_text(data, greedy=True)
-    by_ids = responses(generation.generate(padded([tokenizer(t)["input_ids"] for t in texts[:2]]), greedy=True))
+    by_ids = responses(
+        generation.generate(padded([tokenizer(t)["input_ids"] for t in texts[:2]]), greedy=True)
+    )
     assert output["texts"][:2] == [tokenizer.decode(ids, skip_special_tokens=True) for ids in by_ids]
     assert [bool(error) for error in output["errors"]] == [False, False, True]
     results = asyncio.run(collect(generation.generate_text_async(data, greedy=True)))
@@ -228,7 +246,7 @@ def test_text_prompts_give_text_answers(generation: VllmGeneration, model: Path)
 
 
 def test_the_workers_own_methods_can_be_called(generation: VllmGeneration) -> None:
-    """The blocking and the asynchronous worker answer as `VllmGeneration` does."""
+    """Return the blocking and the asynchronous worker answer as `VllmGeneration` does."""
     worker = generation.workers[0]
     data, texts = padded(PROMPTS), BatchedDataDict({"prompts": ["1+1="]})
     expected = generation.generate(data, greedy=True)
@@ -236,7 +254,9 @@ def test_the_workers_own_methods_can_be_called(generation: VllmGeneration) -> No
     assert worker.generate_text(texts, greedy=True) == generation.generate_text(texts, greedy=True)
     results = worker.thread.run(collect(worker.engine.generate_async(data, greedy=True)), 60, "a test")
     assert {place: responses(one)[0] for place, one in results} == dict(enumerate(responses(expected)))
-    (place, text) = worker.thread.run(collect(worker.engine.generate_text_async(texts, greedy=True)), 60, "a test")[0]
+    (place, text) = worker.thread.run(
+        collect(worker.engine.generate_text_async(texts, greedy=True)), 60, "a test"
+    )[0]
     assert (place, text) == (0, worker.generate_text(texts, greedy=True))
     assert worker.report_device_id() == worker.engine.device_ids == ["cpu:0"]
     assert generation.device_uuids == [["cpu:0"], ["cpu:0"]]
@@ -254,12 +274,15 @@ def test_answers_do_not_depend_on_the_engine_that_gives_them(generation: VllmGen
     data = padded([PROMPTS[0]] * 8)
     spread = responses(generation.generate(data))
     assert sorted(served) == [0] * 4 + [1] * 4
-    alone = [second.begin("answer", row, False, numbers[1] + 1).result(60).token_ids for row in rows_of(data, 0)]
+    alone = [
+        second.begin("answer", row, False, numbers[1] + 1).result(60).token_ids
+        for row in rows_of(data, 0)
+    ]
     assert spread == alone
 
 
 def _recording(numbers: Iterator[int], served: list[int], engine: int) -> Iterator[int]:
-    """Yields the numbers, and appends `engine` to `served` at each."""
+    """Yield the numbers, and append `engine` to `served` at each."""
     for number in numbers:
         served.append(engine)
         yield number
@@ -297,18 +320,24 @@ def test_each_engine_has_an_openai_server_of_its_own(generation: VllmGeneration)
         assert httpx.get(f"{url}/models", timeout=60).json()["data"][0]["max_model_len"] == 64
 
 
-def test_weights_arrive_by_broadcast_between_sleep_and_generation(generation: VllmGeneration, model: Path) -> None:
-    """A trainer updates two engines: they sleep, map their weights, receive, and map the KV cache."""
+def test_weights_arrive_by_broadcast_between_sleep_and_generation(
+    generation: VllmGeneration, model: Path
+) -> None:
+    """Return a trainer updates two engines: they sleep, map their weights, receive, and map the KV cache."""
     policy = HfPolicy(model)
     policy.randomise(seed=5)
     generation.finish_generation()
     generation.prepare_for_generation(["weights"])
-    with CollectiveSender(source_of(policy), policy.device, SyncSettings("sample", 1 << 18, 60), workers=2) as sender:
+    with CollectiveSender(
+        source_of(policy), policy.device, SyncSettings("sample", 1 << 18, 60), workers=2
+    ) as sender:
         joining = generation.init_collective(
             sender.ip, sender.port, sender.world_size, train_world_size=sender.train_world_size
         )
         sender.connect(joining)
-        generation.prepare_refit_info({name: (shape, dtype) for name, (shape, dtype) in sender.refit_info().items()})
+        generation.prepare_refit_info(
+            {name: (shape, dtype) for name, (shape, dtype) in sender.refit_info().items()}
+        )
         updates = generation.update_weights_from_collective()
         sender.send(policy.version, updates)
         assert [update.result(60) for update in updates] == [True, True]
@@ -321,12 +350,14 @@ def test_weights_arrive_by_broadcast_between_sleep_and_generation(generation: Vl
 def test_a_rank_updates_the_engine_on_the_same_device(
     generation: VllmGeneration, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A broken update raises, and the engine generates nothing until a complete one."""
+    """Return a broken update raises, and the engine generates nothing until a complete one."""
     policy, worker, settings = HfPolicy(model), generation.workers[0], SyncSettings("full", 1 << 18, 60)
     source = source_of(policy)
     policy.randomise(seed=6)
     sender = ShardingManager(source, policy.device, settings, tmp_path)
-    with pytest.raises(ValueError, match="1 groups of ranks cannot send to 2 engines: start as many ranks as"):
+    with pytest.raises(
+        ValueError, match="1 groups of ranks cannot send to 2 engines: start as many ranks as"
+    ):
         generation.connect_ipc(sender.endpoints())
     never = worker.submit("update_weights_via_ipc_zmq_async")
     with pytest.raises(WorkerError, match="no rank to receive from"):
@@ -339,7 +370,9 @@ def test_a_rank_updates_the_engine_on_the_same_device(
     try:
         worker.sleep()
         for _ in range(2):
-            with pytest.raises(RemoteError, match="EngineStateError: cannot update weights: the engine is asleep"):
+            with pytest.raises(
+                RemoteError, match="EngineStateError: cannot update weights: the engine is asleep"
+            ):
                 send()
         worker.wake_up(["weights"])
         with monkeypatch.context() as patch:
@@ -363,7 +396,9 @@ def test_a_rank_updates_the_engine_on_the_same_device(
 
 def source_of(policy: HfPolicy) -> FsdpWeightSource:
     parameters = list(parameter_names(policy.model).items())
-    return FsdpWeightSource(parameters, torch.float32, lambda name, shape: checkpoint_views(policy.model, name, shape))
+    return FsdpWeightSource(
+        parameters, torch.float32, lambda name, shape: checkpoint_views(policy.model, name, shape)
+    )
 
 
 def assert_weights_are(policy: HfPolicy, generation: VllmGeneration) -> None:

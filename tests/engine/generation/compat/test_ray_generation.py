@@ -43,13 +43,15 @@ def model(tiny_model: TinyModel) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A cluster with room for two engines, whose processes are forked; this process has not joined it."""
+    """Yield a cluster with room for two engines, whose processes are forked; this process has not joined it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # otherwise the machine's other work comes first
         patch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token into the home directory
         starts = {"py_executable": shlex.join(forked.PYTHON), "env_vars": {forked.ENGINES: "1"}}
         patch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": starts}))
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
+        )
         patch.setenv("RAY_ADDRESS", cluster.address)
         yield cluster
         cluster.shutdown()
@@ -62,7 +64,7 @@ def on_ray(model: Path, **engine: object) -> VllmConfig:
 
 
 def engines() -> list[psutil.Process]:
-    """The engines below this process, found by their names; the cluster's are among them."""
+    """Return the engines below this process, found by their names; the cluster's are among them."""
     children = psutil.Process().children(recursive=True)
     return [p for p in children if p.status() != psutil.STATUS_ZOMBIE and p.name().startswith("VLLM")]
 
@@ -71,12 +73,18 @@ def test_actors_generate_sleep_and_take_weights(cluster: Cluster, model: Path, t
     assert not ray.is_initialized()
     policy, network = HfPolicy(model), HfPolicy(model).model
     with VllmGeneration(on_ray(model), timeout=240) as generation:
-        assert [(worker.engine, worker.device_ids) for worker in generation.workers] == [(None, ["cpu:0"])] * 2
+        assert [(worker.engine, worker.device_ids) for worker in generation.workers] == [
+            (None, ["cpu:0"])
+        ] * 2
         assert ray.available_resources().get("CPU", 0) == 0  # Ray has placed the engines
-        assert all(url and url.startswith("http://127.0.0.1:") for url in generation.dp_openai_server_base_urls)
+        assert all(
+            url and url.startswith("http://127.0.0.1:") for url in generation.dp_openai_server_base_urls
+        )
         expected = [greedy_by_transformers(network, prompt, 12) for prompt in PROMPTS]
         assert responses(generation.generate(padded(PROMPTS), greedy=True)) == expected
-        texts = generation.generate_text(BatchedDataDict({"prompts": ["1+1="] * 2}), greedy=True)["texts"]
+        texts = generation.generate_text(BatchedDataDict({"prompts": ["1+1="] * 2}), greedy=True)[
+            "texts"
+        ]
         assert texts[0] == texts[1] != ""
 
         generation.finish_generation()
@@ -116,9 +124,13 @@ def test_actors_generate_sleep_and_take_weights(cluster: Cluster, model: Path, t
 
 
 def test_a_cluster_without_room_is_refused_and_left_again(cluster: Cluster, model: Path) -> None:
-    with pytest.raises(ValueError, match="3 engines with tensor_parallel_size 1 need 3 CPUs, but there are 2: lower"):
+    with pytest.raises(
+        ValueError, match="3 engines with tensor_parallel_size 1 need 3 CPUs, but there are 2: lower"
+    ):
         VllmGeneration(on_ray(model, num_replicas=3))
-    with pytest.raises(ValueError, match="bundle_indices: with vllm_cfg.backend ray, Ray chooses the devices"):
+    with pytest.raises(
+        ValueError, match="bundle_indices: with vllm_cfg.backend ray, Ray chooses the devices"
+    ):
         VllmGenerationWorker(on_ray(model), [0])
     assert not ray.is_initialized()
 

@@ -29,7 +29,7 @@ ENDLESS = SamplingParams(max_tokens=100, ignore_eos=True)
 
 
 def greeter() -> type:
-    """A user's own actor class, with one more method. Ray's workers cannot import this file, so it is defined here."""
+    """Return a user's own actor class, with one more method. Ray's workers cannot import this file, so it is defined here."""
 
     class Greeter(ServiceEngine):
         async def greet(self, name: str) -> str:
@@ -39,7 +39,7 @@ def greeter() -> type:
 
 
 def semaphore_names() -> Callable[[], None]:
-    """A hook with which Ray's workers name semaphores as tests/__init__.py does."""
+    """Return a hook with which Ray's workers name semaphores as tests/__init__.py does."""
 
     def name_semaphores() -> None:
         multiprocessing.current_process()._config["semprefix"] = "/pytest"  # type: ignore[attr-defined]
@@ -58,7 +58,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("RAY_worker_niceness", "0")  # otherwise the machine's other work comes first
         patch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise Ray writes a token into the home directory
         # Files that a killed actor leaves can then be distinguished from a run's (tests/support/shared_memory.py).
-        workers = {"worker_process_setup_hook": semaphore_names(), "py_executable": shlex.join(forked.PYTHON)}
+        workers = {
+            "worker_process_setup_hook": semaphore_names(),
+            "py_executable": shlex.join(forked.PYTHON),
+        }
         workers |= {"env_vars": {forked.ENGINES: "1"}}
         ray.init(
             "local",
@@ -80,11 +83,13 @@ def service(cluster: None, model: Path) -> Iterator[AsyncVLLM]:
 
 
 def engine_processes() -> list[psutil.Process]:
-    """The engines, which write to Ray's logs, and the forked processes of their actors."""
+    """Return the engines, which write to Ray's logs, and the forked processes of their actors."""
     session, processes = Path(ray._private.worker._global_node.get_session_dir_path()).name, []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            engine = process.name().startswith("VLLM") and session in os.readlink(f"/proc/{process.pid}/fd/1")
+            engine = process.name().startswith("VLLM") and session in os.readlink(
+                f"/proc/{process.pid}/fd/1"
+            )
             actor = forked.__file__ in (line := process.cmdline()) and session in " ".join(line)
             if engine or actor:
                 processes.append(process)
@@ -140,7 +145,7 @@ def test_methods_of_an_actor_class_and_of_workers_can_be_called(service: AsyncVL
 
 
 def asker() -> type:
-    """An actor class for a process that does not own the engines; defined here as `greeter` is."""
+    """Return an actor class for a process that does not own the engines; defined here as `greeter` is."""
 
     class Asker:
         def ask(self, service: Any, prompts: list[list[int]]) -> dict[str, Any]:
@@ -160,7 +165,7 @@ def asker() -> type:
 
 
 def test_copies_in_other_processes_generate_at_the_same_time(service: AsyncVLLM) -> None:
-    """The engines outlive the copies; only the owner may update weights."""
+    """Return the engines outlive the copies; only the owner may update weights."""
     mine = [service.submit([i], ENDLESS) for i in range(4)]
     actors = [ray.remote(num_cpus=0)(asker()).remote() for _ in range(2)]
     calls = [actor.ask.remote(service, [[n, 1], [n, 2]]) for n, actor in enumerate(actors)]
@@ -171,14 +176,18 @@ def test_copies_in_other_processes_generate_at_the_same_time(service: AsyncVLLM)
     for answer in answers:
         assert all(1 <= length <= 3 for length in answer["lengths"]) and len(answer["lengths"]) == 2
         assert answer["kind"] == "generation.compat.torchrl.service.AsyncVLLM"
-        assert "is for the process that launched the service, of which this is a copy" in answer["problem"]
+        assert (
+            "is for the process that launched the service, of which this is a copy" in answer["problem"]
+        )
     assert [len(future.result(60).outputs[0].token_ids) for future in mine] == [100] * 4
     assert service.generate("a", SamplingParams(max_tokens=1)).finished
 
 
 def test_a_load_balancer_polls_actors_and_worker_calls_are_references(service: AsyncVLLM) -> None:
     names = [f"async-vllm-replica-{service.service_id}-{number}" for number in range(2)]
-    balancer = LoadBalancer(actors=[ray.get_actor(name, namespace="hotbunk") for name in names], strategy="requests")
+    balancer = LoadBalancer(
+        actors=[ray.get_actor(name, namespace="hotbunk") for name in names], strategy="requests"
+    )
     futures = [service._submit({"prompt_token_ids": [i]}, ENDLESS, 0, None, {}) for i in range(3)]
     deadline = time.monotonic() + 60
     while balancer.get_stats()["actor_stats"][0]["pending_requests"] != 3:
@@ -188,7 +197,11 @@ def test_a_load_balancer_polls_actors_and_worker_calls_are_references(service: A
     assert LoadBalancer(balancer.actors, "kv-cache").select_actor("a") in (0, 1)
     references = service.collective_rpc_futures("report_device_id")
     assert all(isinstance(reference, ray.ObjectRef) for reference in references)
-    assert ray.get(references, timeout=60) == service.collective_rpc("report_device_id") == [["cpu:0"], ["cpu:0"]]
+    assert (
+        ray.get(references, timeout=60)
+        == service.collective_rpc("report_device_id")
+        == [["cpu:0"], ["cpu:0"]]
+    )
 
 
 def test_weights_reach_the_engines_in_actors(service: AsyncVLLM, model: Path) -> None:
@@ -197,16 +210,20 @@ def test_weights_reach_the_engines_in_actors(service: AsyncVLLM, model: Path) ->
     service.update_weights(policy.model.named_parameters())
     assert service.get_master_address() == "127.0.0.1"  # the cluster has one node, so loopback is enough
     for index in range(2):
-        output: Any = service.generate([4, 5, 6], SamplingParams(max_tokens=4, logprobs=0), actor_index=index)
+        output: Any = service.generate(
+            [4, 5, 6], SamplingParams(max_tokens=4, logprobs=0), actor_index=index
+        )
         sampled = list(output.outputs[0].token_ids)
-        sampled_logprobs = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, sampled, strict=True)]
+        sampled_logprobs = [
+            at[token].logprob for at, token in zip(output.outputs[0].logprobs, sampled, strict=True)
+        ]
         expected = policy.logprobs([4, 5, 6, *sampled])[2:]
         assert max(abs(a - b) for a, b in zip(expected, sampled_logprobs, strict=True)) < 1e-4
         assert output.weight_version == 1
 
 
 def test_a_dead_actor_raises_and_shutdown_leaves_no_process(service: AsyncVLLM) -> None:
-    """This test is the last, since it ends the service."""
+    """Return this test is the last, since it ends the service."""
     deadline = time.monotonic() + 60  # processes of earlier tests may still be ending
     while len(engine_processes()) != 4:
         assert time.monotonic() < deadline, engine_processes()

@@ -16,7 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from generation import BatchedDataDict, Engine, VllmAsyncGenerationWorker, VllmConfig, replace_prefix_tokens
+from generation import (
+    BatchedDataDict,
+    Engine,
+    VllmAsyncGenerationWorker,
+    VllmConfig,
+    replace_prefix_tokens,
+)
 from generation.engine.lifecycle import Memory
 from generation.engine.thread import EngineThread
 from sharding import WORKER_EXTENSION, CollectiveSender, ShardingManager, SyncSettings
@@ -28,7 +34,9 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "__init__": {"config": ..., "bundle_indices": None, "fraction_of_gpus": 1.0, "seed": None},
     "post_init_async": {},
     "report_dp_openai_server_base_url": {},
-    "init_collective_async": dict.fromkeys(("rank_prefix", "ip", "port", "world_size", "train_world_size"), ...),
+    "init_collective_async": dict.fromkeys(
+        ("rank_prefix", "ip", "port", "world_size", "train_world_size"), ...
+    ),
     "generate_async": {"data": ..., "greedy": False},
     "generate_text_async": {"data": ..., "greedy": False},
     "report_device_id_async": {},
@@ -61,8 +69,11 @@ def test_the_example_of_two_turns_keeps_the_models_own_tokens() -> None:
     model_prefix_token_ids = prefill_t1 + model_output
     template_prefix_token_ids = [11, 12, 13, 40, 41, 1001, 2]  # 1001 decodes to " 4"
     template_token_ids = [11, 12, 13, 40, 41, 1001, 2, 21, 22, 40, 41]
-    for given in (tokenizer, SimpleNamespace(eos_token_id=2)):  # the example says no more of its tokenizer
-        output = replace_prefix_tokens(given, model_prefix_token_ids, template_prefix_token_ids, template_token_ids)
+    for given in (tokenizer, SimpleNamespace(eos_token_id=2)):
+        # the example says no more of its tokenizer
+        output = replace_prefix_tokens(
+            given, model_prefix_token_ids, template_prefix_token_ids, template_token_ids
+        )
         assert output == [11, 12, 13, 40, 41, 220, 17, 2, 21, 22, 40, 41]
 
 
@@ -91,7 +102,7 @@ def test_every_method_of_the_page_runs_on_one_worker(tiny_model: TinyModel, tmp_
 async def every_method(
     worker: VllmAsyncGenerationWorker, policy: HfPolicy, folder: Path, trainer: ThreadPoolExecutor
 ) -> None:
-    """Calls every method; the trainer's ends run in a thread, as in a program of their own."""
+    """Call every method; the trainer's ends run in a thread, as in a program of their own."""
 
     async def meanwhile(send: Any, *calls: Any) -> list[Any]:
         running = [asyncio.run_coroutine_threadsafe(call, loop) for call in calls]
@@ -125,7 +136,9 @@ async def every_method(
     await worker.prepare_refit_info_async({p.name: (p.shape, getattr(torch, p.dtype)) for p in pieces})
     policy.randomise(seed=1)
     sender = await loop.run_in_executor(trainer, CollectiveSender, source, cpu, settings, 1)
-    join = worker.init_collective_async(0, sender.ip, sender.port, sender.world_size, sender.train_world_size)
+    join = worker.init_collective_async(
+        0, sender.ip, sender.port, sender.world_size, sender.train_world_size
+    )
     await meanwhile(sender.connect, join)
     update = worker.update_weights_from_collective_async()
     assert await meanwhile(lambda calls: sender.send(1, calls), update) == [True]
@@ -137,7 +150,9 @@ async def every_method(
     policy.randomise(seed=2)
     manager = ShardingManager(source, cpu, settings, folder)
     await meanwhile(manager.connect, worker.connect_ipc_async(*manager.endpoints()))
-    assert await meanwhile(lambda calls: manager.send(2, calls), worker.update_weights_via_ipc_zmq_async()) == [True]
+    assert await meanwhile(
+        lambda calls: manager.send(2, calls), worker.update_weights_via_ipc_zmq_async()
+    ) == [True]
     await worker.wake_up_async()
     await assert_samples_of(policy, worker, data)
     sender.close()
@@ -149,7 +164,9 @@ async def all_of(outputs: AsyncIterator[tuple[int, Any]]) -> dict[int, Any]:
     return {place: output async for place, output in outputs}
 
 
-async def assert_samples_of(policy: HfPolicy, worker: VllmAsyncGenerationWorker, data: BatchedDataDict) -> None:
+async def assert_samples_of(
+    policy: HfPolicy, worker: VllmAsyncGenerationWorker, data: BatchedDataDict
+) -> None:
     """Greedy log-probabilities are those of plain Transformers."""
     for place, output in (await all_of(worker.generate_async(data, greedy=True))).items():
         length, ids = int(data["input_lengths"][place]), output["output_ids"][0].tolist()

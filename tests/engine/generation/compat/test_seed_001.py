@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class RolloutSampler(Protocol):
-    def __call__(self, llm, prompts, sampling_params) -> "list[RequestOutput]": ...  # fmt: skip
+    def __call__(self, llm, prompts, sampling_params) -> "list[RequestOutput]": ...
 
 
 # impl default RolloutSampler
@@ -45,17 +45,22 @@ class OneShotRolloutSampler:
         return llm.generate(
             prompts=prompts,  # pass in prompts instead of token_ids to make it user-friendly
             sampling_params=sampling_params,
-            use_tqdm=False)  # fmt: skip
+            use_tqdm=False,
+        )
 
 
 # impl RolloutSampler
 class FnCallRolloutSampler:
     @property
     def tools(self) -> list[dict]:
-        return [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}]
+        return [
+            {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
+        ]
 
     def __call__(self, llm, prompts, sampling_params) -> "list[RequestOutput]":
-        messages = [[{"role": "user", "content": "blah blah blah please do tool calling"}] for _ in prompts]
+        messages = [
+            [{"role": "user", "content": "blah blah blah please do tool calling"}] for _ in prompts
+        ]
         r1 = llm.chat(
             messages=messages,
             sampling_params=sampling_params,
@@ -83,8 +88,8 @@ class FunctionProcessor:
         start_tag: str = " <function>",
         end_tag: str = " </function>",
         result_start: str = "<results>",
-        result_end: str = "</results>"
-    ):  # fmt: skip
+        result_end: str = "</results>",
+    ):
         self.tokenizer = tokenizer
         self.function_map = function_map
         # Pre-tokenize markers
@@ -112,14 +117,11 @@ def multiply(x, y):
 
 
 # Create function map
-function_map = {
-    "add": add,
-    "multiply": multiply
-}  # fmt: skip
+function_map = {"add": add, "multiply": multiply}
 
 
 def favourite(token: int, weight: float) -> Any:
-    """A factory of logits processors for requests that name them: one token becomes likelier than all others."""
+    """Return a factory of logits processors for requests that name them: one token becomes likelier than all others."""
 
     def factory(params: Any) -> Any:
         if "logits_processors" not in (params.extra_args or {}):
@@ -140,7 +142,7 @@ cite_prompt, shout = favourite(40, 1e4), favourite(50, 2e4)
 
 @pytest.fixture(scope="module")
 def leader(model: Path) -> Iterator[Leader]:
-    """An engine with two logits processors."""
+    """Yield an engine with two logits processors."""
     extra = engine_arguments([f"{__name__}:cite_prompt", f"{__name__}:shout"], v2=False)
     leader = start_engine(model, max_model_len=512, max_num_seqs=16, extra=extra)
     leader.engine.state.adopt_checkpoint(0)
@@ -150,7 +152,10 @@ def leader(model: Path) -> Iterator[Leader]:
 
 def test_the_threads_samplers_run_as_they_are(leader: Leader, tokenizer: Any, model: Path) -> None:
     """One shot is the default, token by token; three chats are one trajectory; an environment may return ids."""
-    samplers: dict[str, RolloutSampler] = {"one shot": OneShotRolloutSampler(), "chats": FnCallRolloutSampler()}
+    samplers: dict[str, RolloutSampler] = {
+        "one shot": OneShotRolloutSampler(),
+        "chats": FnCallRolloutSampler(),
+    }
     plain = [
         list(facade(leader, tokenizer).generate(p)[0].outputs[0].token_ids)
         for p in ([14, 50, 77], [20, 21, 22, 23, 24])
@@ -188,18 +193,21 @@ class vLLMRollout:
                 prompts=None,  # because we have already convert it to prompt token id
                 sampling_params=self.sampling_params,
                 prompt_token_ids=idx_list,
-                use_tqdm=False)  # fmt: skip
+                use_tqdm=False,
+            )
         return output
 
 
 def test_the_lines_with_which_verl_samples_run(leader: Leader, tokenizer: Any) -> None:
-    outputs = vLLMRollout(facade(leader, tokenizer)).generate_sequences([[14, 50, 77], [20, 21]], max_tokens=3, n=2)
+    outputs = vLLMRollout(facade(leader, tokenizer)).generate_sequences(
+        [[14, 50, 77], [20, 21]], max_tokens=3, n=2
+    )
     assert [len(output.outputs) for output in outputs] == [2, 2]
     assert all(len(completion.token_ids) <= 3 for output in outputs for completion in output.outputs)
 
 
 def test_the_proof_of_concept_prints_what_the_thread_prints(leader: Leader, tokenizer: Any) -> None:
-    """A processor in the request is refused with a remedy, and the remedy prints what the thread prints."""
+    """Return a processor in the request is refused with a remedy, and the remedy prints what the thread prints."""
     prompts = [
         "Hello world. please say <function> multiply(3, 302) </function> \nthis is a test",
         "Hello world. please say <function> add(3, 302) </function> ",
@@ -214,13 +222,19 @@ def test_the_proof_of_concept_prints_what_the_thread_prints(leader: Leader, toke
             SamplingParams(
                 logits_processors=[my_tool_processor],
                 max_tokens=200,
-            ))  # fmt: skip
+            ),
+        )
         return r
 
     errors = {t.error for t in sample(leader, tokenizer, usage)}
-    assert len(errors) == 1 and "name a class or factory in the recipe, engine.logits_processors" in errors.pop()
+    assert (
+        len(errors) == 1
+        and "name a class or factory in the recipe, engine.logits_processors" in errors.pop()
+    )
     named = {"tools": [f"{__name__}:{name}" for name in function_map], "tool_parser": "inline"}
-    config = TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, "rollout": named})
+    config = TrainConfig.model_validate(
+        {"model": {"path": "m"}, "data": {"path": "d"}, "rollout": named}
+    )
     function = RolloutLevel(config, tokenizer).function
     assert function is not None
     printed = [
@@ -246,12 +260,19 @@ def test_a_request_names_processors_of_the_recipe(leader: Leader, server: OpenAI
         return carried(client(server).chat.completions.create(**asked, **extra).choices[0].message)[1]
 
     assert answered([{"qualname": f"{__name__}.cite_prompt"}]) == [40] * 4
-    assert answered(f"{__name__}:shout") == answered([f"{__name__}.cite_prompt", f"{__name__}.shout"]) == [50] * 4
+    assert (
+        answered(f"{__name__}:shout")
+        == answered([f"{__name__}.cite_prompt", f"{__name__}.shout"])
+        == [50] * 4
+    )
     for unbiased in (answered([]), answered(None)):
         assert not {40, 50} & set(unbiased)
     key = opened(server, leader)
     client(server, key).responses.create(
-        model="policy", input="what?", max_output_tokens=4, extra_body={"logits_processors": f"{__name__}:shout"}
+        model="policy",
+        input="what?",
+        max_output_tokens=4,
+        extra_body={"logits_processors": f"{__name__}:shout"},
     )
     (trajectory,) = taken(server, leader, key)
     assert trajectory.response_ids == [50] * 4
@@ -261,8 +282,15 @@ def test_a_request_names_processors_of_the_recipe(leader: Leader, server: OpenAI
     }.items():
         with pytest.raises(openai.BadRequestError, match=sentence):
             answered(named)
-    with pytest.raises(openai.BadRequestError, match="must hold qualname alone: arguments come with requests"):
+    with pytest.raises(
+        openai.BadRequestError, match="must hold qualname alone: arguments come with requests"
+    ):
         answered([{"qualname": f"{__name__}.shout", "kwargs": {}}])
-    messages = {"model": "policy", "messages": QUESTION, "max_tokens": 4, "logits_processors": ["os.system"]}
+    messages = {
+        "model": "policy",
+        "messages": QUESTION,
+        "max_tokens": 4,
+        "logits_processors": ["os.system"],
+    }
     refused = client(server)._client.post(f"{server.base_url}/messages", json=messages)
     assert refused.status_code == 400 and "logits_processors names 'os.system'" in refused.text

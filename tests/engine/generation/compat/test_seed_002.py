@@ -31,12 +31,25 @@ from tests.conftest import TinyModel
 
 PRINTED = {
     GenerationConfig: {
-        "backend", "max_new_tokens", "temperature", "top_p", "top_k", "model_name", "stop_token_ids", "stop_strings",
+        "backend",
+        "max_new_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "model_name",
+        "stop_token_ids",
+        "stop_strings",
         "pad_token_id",
     },
     GenerationDatumSpec: {"input_ids", "input_lengths", "stop_strings", "__extra__"},
-    GenerationOutputSpec: {"output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs", "__extra__"},
-}  # fmt: skip
+    GenerationOutputSpec: {
+        "output_ids",
+        "generation_lengths",
+        "unpadded_sequence_lengths",
+        "logprobs",
+        "__extra__",
+    },
+}
 
 CONFIGURATION = """
 # configs/generation_vllm.yaml
@@ -81,7 +94,10 @@ def test_printed_names_can_be_imported_and_sharding_has_the_extension() -> None:
     assert {"VllmGeneration", "VllmGenerationWorker", "VllmConfig"} <= set(generation_package.__all__)
     assert sharding.VllmInternalWorkerExtension.report_device_id.__doc__
     module, _, name = sharding.WORKER_EXTENSION.rpartition(".")
-    assert (module, name) == (sharding.VllmInternalWorkerExtension.__module__, "VllmInternalWorkerExtension")
+    assert (module, name) == (
+        sharding.VllmInternalWorkerExtension.__module__,
+        "VllmInternalWorkerExtension",
+    )
 
 
 class Backend(GenerationInterface):
@@ -161,26 +177,38 @@ def test_the_example_of_nemo_rl_runs_as_printed(model: Path) -> None:
 
 
 def test_the_printed_configurations_run(model: Path) -> None:
-    """An engine of two workers generates from token ids only."""
+    """Return an engine of two workers generates from token ids only."""
     config = yaml.safe_load(CONFIGURATION)["generation"]
     distributed = yaml.safe_load(DISTRIBUTED)["generation"]
-    config |= distributed | {"model_name": str(model), "vllm_cfg": config["vllm_cfg"] | distributed["vllm_cfg"]}
-    config["vllm_cfg"] |= {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 256}  # sizes of a tiny model
-    prompts = BatchedDataDict({"input_ids": torch.tensor([[14, 50, 77]]), "input_lengths": torch.tensor([3])})
+    config |= distributed | {
+        "model_name": str(model),
+        "vllm_cfg": config["vllm_cfg"] | distributed["vllm_cfg"],
+    }
+    # Sizes of a tiny model
+    config["vllm_cfg"] |= {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 256}
+    prompts = BatchedDataDict(
+        {"input_ids": torch.tensor([[14, 50, 77]]), "input_lengths": torch.tensor([3])}
+    )
     with VllmGeneration(config) as generation:
         assert generation.device_uuids == [["cpu:0", "cpu:1"]]
         assert generation.dp_openai_server_base_urls == [None]
         output = generation.generate(prompts, greedy=False)
         assert output["errors"] == [""] and output["generation_lengths"] > 0
-        with pytest.raises(ValueError, match="texts need the tokenizer: set vllm_cfg.skip_tokenizer_init"):
+        with pytest.raises(
+            ValueError, match="texts need the tokenizer: set vllm_cfg.skip_tokenizer_init"
+        ):
             generation.generate_text(BatchedDataDict({"prompts": ["x"]}))
         stopping = BatchedDataDict({**prompts, "stop_strings": [["x"]]})
-        with pytest.raises(ValueError, match="stop strings need the tokenizer: set vllm_cfg.skip_tokenizer_init"):
+        with pytest.raises(
+            ValueError, match="stop strings need the tokenizer: set vllm_cfg.skip_tokenizer_init"
+        ):
             generation.generate(stopping)
 
 
 def test_the_printed_check_of_padding_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    input_data = BatchedDataDict({"input_ids": torch.tensor([[0, 0, 1, 2]]), "input_lengths": torch.tensor([2])})
+    input_data = BatchedDataDict(
+        {"input_ids": torch.tensor([[0, 0, 1, 2]]), "input_lengths": torch.tensor([2])}
+    )
 
     # Verify padding is correct
     is_padded, error_msg = verify_right_padding(input_data, pad_value=0)

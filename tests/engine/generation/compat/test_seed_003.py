@@ -60,8 +60,9 @@ class VLLMPromptPipeline(PromptPipeline):
 
         for p in prompts:
             assert len(p) > 0, "Got empty prompt"
-        assert max_prompt_length > 0, \
-            "Prompt length for RLHF/OnlineDPO/GRPO trainer must be an integer greater than 0"  # fmt: skip
+        assert max_prompt_length > 0, (
+            "Prompt length for RLHF/OnlineDPO/GRPO trainer must be an integer greater than 0"
+        )
 
         # tokenizer prompts of self-defined format
         # only return prompt str and prompt ids
@@ -86,12 +87,9 @@ class VLLMPolicyInference(VLLMModule):
         print_rank_0("ready")
 
     def build_dataset(self, train_prompts, is_eval=False):
-        max_prompt_length = (
-            self.model_args.get("seq_length") - self.model_args.get("max_new_tokens")
-        )  # fmt: skip
+        max_prompt_length = self.model_args.get("seq_length") - self.model_args.get("max_new_tokens")
         # TODO: read from files
-        prompts_dataset = VLLMPromptPipeline(
-            train_prompts, max_prompt_length, self.tokenizer.tokenizer)  # fmt: skip
+        prompts_dataset = VLLMPromptPipeline(train_prompts, max_prompt_length, self.tokenizer.tokenizer)
 
         return prompts_dataset
 
@@ -143,7 +141,8 @@ class AsPrinted(VLLMPolicyInference):
         blocks_to_copy = data["blocks_to_copy"]
 
         outputs = self.execute_step(
-            seq_group_metadata_list, blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy)  # fmt: skip
+            seq_group_metadata_list, blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy
+        )
 
         return outputs
 
@@ -176,11 +175,16 @@ def test_the_pages_class_answers_in_training(policy: VLLMPolicyInference, model:
     rows = policy.build_dataset(["one", "and three"])
     assert [prompt for prompt, _ in rows.prompts] == ["one", "and three"]
     answers = policy.generate([rows[i] for i in range(len(rows))])
-    assert [(a["prompt"], a["index"]) for a in answers] == [(p, i) for p in ("one", "and three") for i in (0, 1)]
+    assert [(a["prompt"], a["index"]) for a in answers] == [
+        (p, i) for p in ("one", "and three") for i in (0, 1)
+    ]
     assert len({a["request_id"] for a in answers}) == 2
     trajectories = []
     for answer in answers:
-        logprobs = [step[token].logprob for step, token in zip(answer["logprobs"], answer["token_ids"], strict=True)]
+        logprobs = [
+            step[token].logprob
+            for step, token in zip(answer["logprobs"], answer["token_ids"], strict=True)
+        ]
         assert answer["cumulative_logprob"] == pytest.approx(sum(logprobs), abs=1e-4)
         assert answer["prompt_logprobs"][0] is None
         assert len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"])
@@ -192,23 +196,31 @@ def test_the_pages_class_answers_in_training(policy: VLLMPolicyInference, model:
 
 
 def test_the_pages_class_answers_in_evaluation(policy: VLLMPolicyInference, model: Path) -> None:
-    """The answers are greedy, as its hyper-parameters say, and those of plain Transformers with the checkpoint."""
+    """Return the answers are greedy, as its hyper-parameters say, and those of plain Transformers with the checkpoint."""
     (row,) = policy.build_dataset(["one"], is_eval=True)
     answers = policy.generate([row], is_eval=True)
-    network, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    network, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model),
+        AutoTokenizer.from_pretrained(model),
+    )
     ids = torch.tensor([row["input_ids"]])
     mask = torch.ones_like(ids)
-    expected = network.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=10)[0, ids.shape[1] :]
+    expected = network.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=10)[
+        0, ids.shape[1] :
+    ]
     for answer in answers:
         assert answer["token_ids"] == expected.tolist()
-        assert answer["text"] == tokenizer.decode(expected).rstrip("\ufffd")  # vLLM waits for a character's last byte
+        # vLLM waits for a character's last byte
+        assert answer["text"] == tokenizer.decode(expected).rstrip("\ufffd")
 
 
 def test_an_empty_batch_gives_no_answers(policy: VLLMPolicyInference) -> None:
     assert policy.generate([]) == policy.decode_internal([]) == []
 
 
-def test_the_pages_scheduler_arguments_are_refused_with_a_remedy(policy: VLLMPolicyInference, folder: Path) -> None:
+def test_the_pages_scheduler_arguments_are_refused_with_a_remedy(
+    policy: VLLMPolicyInference, folder: Path
+) -> None:
     printed = AsPrinted(folder / "rlhf.yaml", policy.llm)
     (row,) = printed.build_dataset(["one"])
     with pytest.raises(ValueError, match=r"return self\.execute_step\(data\) from forward_step"):
@@ -216,5 +228,7 @@ def test_the_pages_scheduler_arguments_are_refused_with_a_remedy(policy: VLLMPol
     for name, value in {"max_paddings": 512, "swap_space": 4, "sliding_window": 64}.items():
         with pytest.raises(ValueError, match=f"{name} is gone: "):
             VLLMPolicyInference({**policy.model_args, name: value}, policy.llm)
-    with pytest.raises(ValueError, match="the weights of a given llm cannot be changed: .*in training, set model.path"):
+    with pytest.raises(
+        ValueError, match="the weights of a given llm cannot be changed: .*in training, set model.path"
+    ):
         AsPrinted(policy.model_args, policy.llm).load_checkpoint(folder)

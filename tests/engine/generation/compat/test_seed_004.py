@@ -26,7 +26,7 @@ from tests.support.colocated import HfPolicy
 
 @pytest.fixture(scope="module")
 def model(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model with room for the 4,096 tokens of an example."""
+    """Return a model with room for the 4,096 tokens of an example."""
     folder = Path(shutil.copytree(tiny_model(), tmp_path_factory.mktemp("long") / "model"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
@@ -75,7 +75,8 @@ def test_simple_usage_shows_throughput(model: str, monkeypatch: pytest.MonkeyPat
         while not any("Avg generation throughput" in line for line in seen.lines):
             assert time.monotonic() < deadline, seen.lines
             service.generate("Hello, world!", SamplingParams(max_tokens=50, ignore_eos=True))
-        assert all(handler.level <= logging.INFO for handler in logger.handlers)  # no handler hides the line
+        # No handler hides the line
+        assert all(handler.level <= logging.INFO for handler in logger.handlers)
     finally:
         logger.removeHandler(seen)
         service.shutdown()
@@ -109,7 +110,10 @@ def test_the_load_balancer_examples_run(two_replicas: AsyncVLLM) -> None:
     # Use smart defaults (prefix-aware -> requests)
     lb = service.create_load_balancer()
     selected_actor_index = lb.select_actor(prompt="Hello world")
-    assert selected_actor_index == lb.select_actor(prompt="Hello world") and selected_actor_index in (0, 1)
+    assert selected_actor_index == lb.select_actor(prompt="Hello world") and selected_actor_index in (
+        0,
+        1,
+    )
     # Simple single strategy
     lb = service.create_load_balancer("requests")
     selected_actor_index = lb.select_actor()
@@ -121,7 +125,9 @@ def test_the_load_balancer_examples_run(two_replicas: AsyncVLLM) -> None:
         overload_threshold=2.0,
     )
     selected_actor_index = lb.select_actor(prompt="Hello world")
-    assert service.generate("Hello world", SamplingParams(max_tokens=2), actor_index=selected_actor_index).finished
+    assert service.generate(
+        "Hello world", SamplingParams(max_tokens=2), actor_index=selected_actor_index
+    ).finished
 
     # Simple strategy
     lb = LoadBalancer(service, "requests")
@@ -149,20 +155,24 @@ def test_requests_of_all_forms_are_answered_and_counted(two_replicas: AsyncVLLM)
     assert service.generate(prompt_token_ids=[1, 2], sampling_params=sampling_params).finished
     assert len(service.generate(prompt_token_ids=[[1, 2], [3]], sampling_params=sampling_params)) == 2
     index = service.get_random_actor_index()
-    assert service.generate("Hello", sampling_params, actor_index=index, timeout_seconds=60.0, use_tqdm=True).finished
+    assert service.generate(
+        "Hello", sampling_params, actor_index=index, timeout_seconds=60.0, use_tqdm=True
+    ).finished
     assert service.get_num_unfinished_requests() == [0, 0]
     assert service.get_cache_usage(actor_index=0) == 0.0
     assert service.collective_rpc("check_nccl_group_ready", timeout=60) == [[False], [False]]
 
 
 def test_weights_are_updated_by_the_methods_of_rlvllmengine(two_replicas: AsyncVLLM, model: str) -> None:
-    """`RLvLLMEngine`'s methods are called in the order in which its updater calls them."""
+    """Return `RLvLLMEngine`'s methods are called in the order in which its updater calls them."""
     service, trainer = two_replicas, HfPolicy(model, dtype=torch.bfloat16)
     trainer.randomise(1)
     assert service.get_tp_size() == 1
     master_address, master_port = service.get_master_address(), service.get_master_port()
     metadata = service.get_model_metadata()
-    assert metadata == {name: (weight.dtype, weight.shape) for name, weight in trainer.model.named_parameters()}
+    assert metadata == {
+        name: (weight.dtype, weight.shape) for name, weight in trainer.model.named_parameters()
+    }
     refs = service.init_weight_update_group(master_address, master_port)
     for ref in refs:
         ref.result(60)

@@ -104,22 +104,37 @@ PAGES = {"nemo rl": NEMO_RL, "nemo rl, async": NEMO_RL_ASYNC, "torchrl": TORCHRL
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("text", PAGES.values(), ids=PAGES)
-def test_a_page_is_a_program_that_ends_without_a_word(text: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_page_is_a_program_that_ends_without_a_word(
+    text: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
     script = tmp_path / "page.py"
     model = str(tiny_model())
     script.write_text(text.replace("MODEL", repr(model)))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     program = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
+        [sys.executable, script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     assert program.returncode == 0, program.stderr
     assert program.stdout.splitlines() == ["True"]
-    assert not re.search("Traceback|Error|Exception|resource_tracker|hotbunk", program.stderr), program.stderr
-    left = [path for path in tmp_path.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode) or "hotbunk-" in path.name]
+    assert not re.search("Traceback|Error|Exception|resource_tracker|hotbunk", program.stderr), (
+        program.stderr
+    )
+    left = [
+        path
+        for path in tmp_path.rglob("*")
+        if stat.S_ISSOCK(path.lstat().st_mode) or "hotbunk-" in path.name
+    ]
     assert left == []
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("kind", "event"), [("service", "used"), ("accelerate", "engine")])
-def test_nothing_is_left_of_a_program_that_is_killed(kind: str, event: str, tiny_model: TinyModel) -> None:
+def test_nothing_is_left_of_a_program_that_is_killed(
+    kind: str, event: str, tiny_model: TinyModel
+) -> None:
     assert kill(kind, tiny_model(), event, 0.5, gone_seconds=60.0) == []

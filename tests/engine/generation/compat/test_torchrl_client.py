@@ -23,31 +23,37 @@ PROMPTS = [[5, 6, 7, 8], [4, 8, 9, 10]]
 
 @pytest.fixture(scope="module")
 def model(tiny_model: TinyModel) -> Path:
-    """A model with tied embeddings."""
+    """Return a model with tied embeddings."""
     return tiny_model()
 
 
 @pytest.fixture(scope="module")
 def service(model: Path) -> Iterator[Any]:
-    """A service that is made after TorchRL has been imported."""
+    """Yield a service that is made after TorchRL has been imported."""
     from torchrl.collectors.llm import vLLMUpdaterV2  # noqa: F401
     from torchrl.modules.llm import vLLMWrapper  # noqa: F401
 
     from generation import AsyncVLLM
 
-    with AsyncVLLM.from_pretrained(str(model), num_replicas=2, verbose=False, compile=False, **SMALL) as service:
+    with AsyncVLLM.from_pretrained(
+        str(model), num_replicas=2, verbose=False, compile=False, **SMALL
+    ) as service:
         yield service
 
 
 def wrapper(service: Any, **options: Any) -> Any:
     from torchrl.modules.llm import vLLMWrapper
 
-    options = {"generate": True, "return_log_probs": True, "generate_kwargs": {"max_tokens": 6}} | options
+    options = {
+        "generate": True,
+        "return_log_probs": True,
+        "generate_kwargs": {"max_tokens": 6},
+    } | options
     return vLLMWrapper(service, **options)
 
 
 def scored(service: Any) -> torch.Tensor:
-    """Log-probabilities of the prompts' tokens after the first, which TorchRL's wrapper gets from the engine."""
+    """Return log-probabilities of the prompts' tokens after the first, which TorchRL's wrapper gets from the engine."""
     from tensordict import TensorDict
     from torchrl.modules.llm.policies import Tokens
 
@@ -57,7 +63,7 @@ def scored(service: Any) -> torch.Tensor:
 
 
 def expected(policy: HfPolicy) -> torch.Tensor:
-    """The policy's log-probabilities of the same tokens."""
+    """Return the policy's log-probabilities of the same tokens."""
     return torch.tensor([policy.logprobs(ids) for ids in PROMPTS])
 
 
@@ -69,7 +75,9 @@ def test_text_prompts_get_texts_and_log_probabilities(service: Any) -> None:
     out = wrapper(service, input_mode="text")(texts)
     assert len(out["text"].response) == 2 and all(isinstance(text, str) for text in out["text"].response)
     for logprobs, ids in zip(
-        out["log_probs"].get("response", as_list=True), out["tokens"].get("response", as_list=True), strict=True
+        out["log_probs"].get("response", as_list=True),
+        out["tokens"].get("response", as_list=True),
+        strict=True,
     ):
         assert logprobs.shape == ids.shape and 1 <= len(ids) <= 6 and (logprobs <= 0).all()
 
@@ -86,7 +94,10 @@ def test_a_chat_history_gets_an_answer(service: Any, model: Path) -> None:
     asked = out["tokens"].get("prompt", as_list=True)[0].tolist()
     chat = [{"role": "user", "content": "hi"}]
     tokenizer = AutoTokenizer.from_pretrained(model)
-    assert asked == tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True)["input_ids"]
+    assert (
+        asked
+        == tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True)["input_ids"]
+    )
     assert 1 <= len(out["tokens"].get("response", as_list=True)[0]) <= 6
 
 
@@ -95,7 +106,9 @@ def test_tokens_are_scored_as_transformers_scores_them(service: Any, model: Path
     from torchrl.modules.llm.policies import Tokens
 
     prompts = Tokens(prompt=torch.tensor(PROMPTS), batch_size=[2])
-    out = wrapper(service, input_mode="tokens", pad_output=True)(TensorDict(tokens=prompts, batch_size=[2]))
+    out = wrapper(service, input_mode="tokens", pad_output=True)(
+        TensorDict(tokens=prompts, batch_size=[2])
+    )
     assert out["tokens"].response.shape[0] == out["log_probs"].response.shape[0] == 2
     assert (scored(service) - expected(HfPolicy(model))).abs().max() < 1e-4
 
@@ -111,7 +124,9 @@ def test_the_updater_pushes_a_tied_model_which_then_answers(service: Any, model:
     assert "lm_head.weight" in policy.model.state_dict()
     for version in (1, 2):
         policy.randomise(version)
-        updater.push_weights_from_transformers(TransformersWrapper(policy.model, tokenizer=service.get_tokenizer()))
+        updater.push_weights_from_transformers(
+            TransformersWrapper(policy.model, tokenizer=service.get_tokenizer())
+        )
         assert service.weight_version == version
         for _ in range(2):  # both engines in turn
             assert (scored(service) - expected(policy)).abs().max() < 1e-4

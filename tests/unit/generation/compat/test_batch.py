@@ -43,9 +43,13 @@ from sharding import WORKER_EXTENSION
 
 
 def numbered(size: int) -> BatchedDataDict:
-    """Returns a batch whose sample i has the value i everywhere."""
+    """Return a batch whose sample i has the value i everywhere."""
     return BatchedDataDict(
-        {"flat": torch.arange(size), "wide": torch.arange(size)[:, None].expand(size, 3), "names": list(range(size))}
+        {
+            "flat": torch.arange(size),
+            "wide": torch.arange(size)[:, None].expand(size, 3),
+            "names": list(range(size)),
+        }
     )
 
 
@@ -59,14 +63,21 @@ def test_from_batches_pads_on_the_right_with_each_keys_own_value() -> None:
         {"ids": torch.tensor([[1, 2]]), "mask": torch.ones(1, 2), "names": ["a"], "n": torch.tensor([5])}
     )
     b = BatchedDataDict(
-        {"ids": torch.tensor([[3], [4]]), "mask": torch.ones(2, 1), "names": ["b", "c"], "n": torch.zeros(2)}
+        {
+            "ids": torch.tensor([[3], [4]]),
+            "mask": torch.ones(2, 1),
+            "names": ["b", "c"],
+            "n": torch.zeros(2),
+        }
     )
     joined = BatchedDataDict.from_batches([a, b], {"ids": 9})
     assert joined["ids"].tolist() == [[1, 2], [3, 9], [4, 9]]
     assert joined["mask"].tolist() == [[1, 1], [1, 0], [1, 0]]
     assert joined["names"] == ["a", "b", "c"]
     assert joined.size == 3
-    cube = BatchedDataDict.from_batches([{"x": torch.ones(1, 2, 2)}, {"x": torch.ones(1, 1, 2)}], {"x": 7})
+    cube = BatchedDataDict.from_batches(
+        [{"x": torch.ones(1, 2, 2)}, {"x": torch.ones(1, 1, 2)}], {"x": 7}
+    )
     assert cube["x"].tolist() == [[[1, 1], [1, 1]], [[1, 1], [7, 7]]]
 
 
@@ -79,14 +90,21 @@ def test_from_batches_of_nothing_and_with_a_key_missing() -> None:
 
 @given(st.integers(0, 12), st.integers(1, 5))
 def test_uneven_shards_are_the_batch_cut_up(size: int, shards: int) -> None:
-    parts = [samples(part) for part in numbered(size).shard_by_batch_size(shards, allow_uneven_shards=True)]
+    parts = [
+        samples(part) for part in numbered(size).shard_by_batch_size(shards, allow_uneven_shards=True)
+    ]
     assert len(parts) == shards
     assert [sample for part in parts for sample in part] == list(range(size))
     assert all(len(part) <= -(-size // shards) for part in parts)
 
 
 def test_a_batch_is_sharded_by_batch_size() -> None:
-    assert [len(p["names"]) for p in numbered(5).shard_by_batch_size(4, allow_uneven_shards=True)] == [2, 2, 1, 0]
+    assert [len(p["names"]) for p in numbered(5).shard_by_batch_size(4, allow_uneven_shards=True)] == [
+        2,
+        2,
+        1,
+        0,
+    ]
     parts = numbered(8).shard_by_batch_size(2, batch_size=4)
     assert [samples(part) for part in parts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     for size, batch_size in (5, None), (8, 3), (6, 3):
@@ -112,7 +130,11 @@ def test_parts_of_a_batch_are_the_rows_asked_for() -> None:
     assert samples(batch.repeat_interleave(2).slice(0, 4)) == [0, 0, 1, 1]
     assert batch.truncate_tensors(1, 2)["wide"].shape == (6, 2)
     assert samples(batch) == list(range(6))  # as it was
-    for wrong in (lambda: batch.slice(4, 7), lambda: batch.select_indices([6]), lambda: batch.get_batch(3, 2)):
+    for wrong in (
+        lambda: batch.slice(4, 7),
+        lambda: batch.select_indices([6]),
+        lambda: batch.get_batch(3, 2),
+    ):
         with pytest.raises(IndexError):
             wrong()
     for wrong in (
@@ -133,7 +155,8 @@ def test_additional_data_of_a_batch_is_not_looked_at(extra: Any) -> None:
     assert [row.token_ids for row in rows_of(batch, 0)] == [[5, 6], [7]]
     assert batch.size == 2 and batch.slice(1, 2)["__extra__"] is extra
     assert set(BatchedDataDict.from_batches([batch, batch])) == {"input_ids", "input_lengths"}
-    assert len(rows_of(BatchedDataDict(batch.data | {"idx": [4]}), 0)) == 2  # nor is any other entry, when generating
+    # Nor is any other entry, when generating
+    assert len(rows_of(BatchedDataDict(batch.data | {"idx": [4]}), 0)) == 2
 
 
 def test_repeated_samples_are_copies() -> None:
@@ -174,7 +197,10 @@ def test_rows_of_a_batch_and_back() -> None:
     ],
 )
 def test_batches_that_cannot_be_generated_from(change: dict, message: str) -> None:
-    data = {"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]]), "input_lengths": torch.tensor([2, 3])} | change
+    data = {
+        "input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]]),
+        "input_lengths": torch.tensor([2, 3]),
+    } | change
     with pytest.raises(ValueError, match=message):
         rows_of(BatchedDataDict({k: v for k, v in data.items() if v is not None}), 0)
 
@@ -205,8 +231,18 @@ def test_a_configuration_becomes_settings() -> None:
         "colocated": {"enabled": True},
     }  # type: ignore[typeddict-item]
     sampling, engine = sampling_settings(config), engine_settings(config, seed=7)
-    assert (sampling.max_tokens, sampling.top_k, sampling.stop, sampling.stop_token_ids) == (8, -1, ["x"], [])
-    assert (engine.model, engine.load_format, engine.seed, engine.sleep) == ("nobody/nothing", "dummy", 7, True)
+    assert (sampling.max_tokens, sampling.top_k, sampling.stop, sampling.stop_token_ids) == (
+        8,
+        -1,
+        ["x"],
+        [],
+    )
+    assert (engine.model, engine.load_format, engine.seed, engine.sleep) == (
+        "nobody/nothing",
+        "dummy",
+        7,
+        True,
+    )
     assert engine.extra == {"skip_tokenizer_init": True, "block_size": 16}
     assert pad_token_id(config) == 0
     assert pad_token_id({**config, "_pad_token_id": 5}) == 5
@@ -219,20 +255,38 @@ def test_a_configuration_becomes_settings() -> None:
         ({"top_k": 0}, "generation.top_k is 0"),
         ({"top_p": 0.0}, "generation.top_p is 0.0"),
         ({"temperature": -1}, "generation.temperature"),
-        ({"model_name": None}, "generation.model_name is None: it must be a folder or a name of the Hugging Face hub"),
+        (
+            {"model_name": None},
+            "generation.model_name is None: it must be a folder or a name of the Hugging Face hub",
+        ),
         ({"max_new_tokens": 0}, "generation.max_new_tokens"),
         ({"stop_strings": "abc"}, "stop_strings is 'abc': it must be a list of strings"),
         ({"max_new_token": 5}, "generation has no key max_new_token"),
         ({"vllm_cfg": {}}, "generation.vllm_cfg lacks max_model_len"),
-        ({"vllm_cfg": {"max_model_len": 8, "tensor_parallel": 2}}, "vllm_cfg has no key tensor_parallel"),
-        ({"vllm_cfg": {"max_model_len": 8, "pipeline_parallel_size": 2}}, "pipeline_parallel_size is 2: it must be 1"),
+        (
+            {"vllm_cfg": {"max_model_len": 8, "tensor_parallel": 2}},
+            "vllm_cfg has no key tensor_parallel",
+        ),
+        (
+            {"vllm_cfg": {"max_model_len": 8, "pipeline_parallel_size": 2}},
+            "pipeline_parallel_size is 2: it must be 1",
+        ),
         ({"vllm_cfg": {"max_model_len": 8, "expert_parallel_size": 3}}, "expert_parallel_size"),
         ({"vllm_cfg": {"max_model_len": 8, "precision": "half"}}, "it must be float32 or bfloat16"),
         ({"vllm_cfg": {"max_model_len": 8, "gpu_memory_utilization": 9}}, "gpu_memory_utilization"),
-        ({"vllm_cfg": {"max_model_len": 8, "backend": "mp"}}, "vllm_cfg.backend is 'mp': it must be local or ray"),
+        (
+            {"vllm_cfg": {"max_model_len": 8, "backend": "mp"}},
+            "vllm_cfg.backend is 'mp': it must be local or ray",
+        ),
         ({"colocated": {"enable": True}}, "generation.colocated has no key enable"),
-        ({"colocated": {"enabled": False, "resources": {"num_nodes": 2}}}, "num_replicas says how many engines"),
-        ({"vllm_kwargs": {}}, r"load_format is 'dummy': .*worker_extension_cls sharding\.WORKER_EXTENSION"),
+        (
+            {"colocated": {"enabled": False, "resources": {"num_nodes": 2}}},
+            "num_replicas says how many engines",
+        ),
+        (
+            {"vllm_kwargs": {}},
+            r"load_format is 'dummy': .*worker_extension_cls sharding\.WORKER_EXTENSION",
+        ),
     ],
 )
 def test_an_impossible_configuration_is_one_sentence(change: dict, message: str) -> None:
@@ -243,11 +297,23 @@ def test_an_impossible_configuration_is_one_sentence(change: dict, message: str)
 def test_the_tokenizer_decides_what_was_left_open() -> None:
     tokenizer = SimpleNamespace(pad_token_id=3, eos_token_id=2)
     plain = VllmConfig({**CONFIG, "vllm_cfg": {"max_model_len": 32}})
-    trained, evaluated = (configure_generation_config(plain, tokenizer, is_eval) for is_eval in (False, True))
+    trained, evaluated = (
+        configure_generation_config(plain, tokenizer, is_eval) for is_eval in (False, True)
+    )
     assert (trained["pad_token_id"], trained["stop_token_ids"]) == (3, [2])
-    assert trained["vllm_cfg"] == {"max_model_len": 32, "load_format": "dummy", "skip_tokenizer_init": True}
-    assert evaluated["vllm_cfg"] == {"max_model_len": 32, "load_format": "auto", "skip_tokenizer_init": False}
-    stopping = configure_generation_config({**plain, "stop_strings": ["x"], "stop_token_ids": [9]}, tokenizer)
+    assert trained["vllm_cfg"] == {
+        "max_model_len": 32,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+    }
+    assert evaluated["vllm_cfg"] == {
+        "max_model_len": 32,
+        "load_format": "auto",
+        "skip_tokenizer_init": False,
+    }
+    stopping = configure_generation_config(
+        {**plain, "stop_strings": ["x"], "stop_token_ids": [9]}, tokenizer
+    )
     assert stopping["vllm_cfg"]["skip_tokenizer_init"] is False
     assert stopping["stop_token_ids"] == [9]
     assert plain["vllm_cfg"] == {"max_model_len": 32}
@@ -279,7 +345,10 @@ def test_bundles_are_devices_or_cores_of_the_one_engine(monkeypatch: pytest.Monk
     for bundle, devices in (None, (0, 1)), ([2, 3], (2, 3)):
         settings = VllmAsyncGenerationWorker(two, bundle, seed=3).settings
         assert (settings.device_indices, settings.dtype, settings.seed) == (devices, "bfloat16", 3)
-    for bundle, complaint in ([3], "needs 2 of them"), ([3, 4], r"\[3, 4\]: the devices here are 0 to 3"):
+    for bundle, complaint in (
+        ([3], "needs 2 of them"),
+        ([3, 4], r"\[3, 4\]: the devices here are 0 to 3"),
+    ):
         with pytest.raises(ValueError, match=complaint):
             VllmAsyncGenerationWorker(two, bundle)
 
@@ -289,8 +358,14 @@ def test_shares_of_a_gpu_are_for_ray_to_count() -> None:
         engine = CONFIG["vllm_cfg"] | {"backend": "ray", "tensor_parallel_size": size}
         return VllmConfig({**CONFIG, "vllm_cfg": engine})  # type: ignore[typeddict-item]
 
-    assert counted_gpus(CONFIG, 1.0) == 1 and counted_gpus(on_ray(1), 0.5) == 0.5 and counted_gpus(on_ray(2), 1.0) == 2
-    with pytest.raises(ValueError, match="0.5, but only Ray counts shares .*vllm_cfg.gpu_memory_utilization"):
+    assert (
+        counted_gpus(CONFIG, 1.0) == 1
+        and counted_gpus(on_ray(1), 0.5) == 0.5
+        and counted_gpus(on_ray(2), 1.0) == 2
+    )
+    with pytest.raises(
+        ValueError, match="0.5, but only Ray counts shares .*vllm_cfg.gpu_memory_utilization"
+    ):
         VllmAsyncGenerationWorker(CONFIG, fraction_of_gpus=0.5)
     for size, share in (1, 0.0), (1, 1.5), (2, 0.5):
         with pytest.raises(ValueError, match=f"fraction_of_gpus is {share}: it must be"):
@@ -298,7 +373,9 @@ def test_shares_of_a_gpu_are_for_ray_to_count() -> None:
 
 
 def test_a_worker_is_made_of_a_configuration_only() -> None:
-    with pytest.raises(TypeError, match="config must be a VllmConfig, which is a dictionary, not EngineSettings"):
+    with pytest.raises(
+        TypeError, match="config must be a VllmConfig, which is a dictionary, not EngineSettings"
+    ):
         VllmAsyncGenerationWorker(EngineSettings("model", 64))  # type: ignore[arg-type]
 
 
@@ -310,9 +387,13 @@ def test_a_world_without_the_trainers_ranks_is_the_engines(world: int, trainers:
     generation.workers = [worker, worker]  # type: ignore[list-item]
     if world - 2 == (trainers or world - 2) > 0:
         generation.init_collective("ip", 1, world, trainers)  # type: ignore[arg-type]
-        assert joined == [("init_collective_async", number, "ip", 1, world, world - 2) for number in range(2)]
+        assert joined == [
+            ("init_collective_async", number, "ip", 1, world, world - 2) for number in range(2)
+        ]
     else:
-        with pytest.raises(ValueError, match=f"a world of {world} .* 2 engines of 1 workers: it must be 2 more"):
+        with pytest.raises(
+            ValueError, match=f"a world of {world} .* 2 engines of 1 workers: it must be 2 more"
+        ):
             generation.init_collective("ip", 1, world, trainers)
 
 

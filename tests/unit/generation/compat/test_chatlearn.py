@@ -21,10 +21,27 @@ from tests.support.small_tokenizer import small_tokenizer
 
 SIZES = {"seq_length": 64, "max_new_tokens": 16}
 PAGE = [  # every hyper-parameter of ChatLearn's tables
-    "n", "ignore_eos", "top_p", "top_k", "temperature", "use_beam_search", "eval_temperature", "eval_top_k",
-    "eval_top_p", "stop_token_list", "new_token_limit", "prompt_logprobs", "max_num_batched_tokens", "max_paddings",
-    "block_size", "gpu_memory_utilization", "swap_space", "sliding_window", "tokenizer", "includes",
-]  # fmt: skip
+    "n",
+    "ignore_eos",
+    "top_p",
+    "top_k",
+    "temperature",
+    "use_beam_search",
+    "eval_temperature",
+    "eval_top_k",
+    "eval_top_p",
+    "stop_token_list",
+    "new_token_limit",
+    "prompt_logprobs",
+    "max_num_batched_tokens",
+    "max_paddings",
+    "block_size",
+    "gpu_memory_utilization",
+    "swap_space",
+    "sliding_window",
+    "tokenizer",
+    "includes",
+]
 
 
 class FakeLLM:
@@ -91,7 +108,9 @@ def test_every_hyper_parameter_of_the_page_is_known() -> None:
         ({"enforce_eager": False, "disable_custom_all_reduce": True}, "engine.enforce_eager", False),
     ],
 )
-def test_hyper_parameters_mean_what_they_mean_today(args: dict[str, Any], where: str, expected: Any) -> None:
+def test_hyper_parameters_mean_what_they_mean_today(
+    args: dict[str, Any], where: str, expected: Any
+) -> None:
     setting: Any = read_settings(SIZES | args)
     for part in where.split("."):
         setting = setting[part] if isinstance(setting, dict) else getattr(setting, part)
@@ -116,12 +135,23 @@ def test_hyper_parameters_mean_what_they_mean_today(args: dict[str, Any], where:
         ({"temperatur": 1}, "temperatur is not a hyper-parameter; did you mean temperature"),
         ({"seq_length": None}, "seq_length is missing"),
         ({"includes": ["a.yaml"]}, "includes is read from YAML files"),
-        ({"micro_batch_size": 8, "max_num_seqs": 4}, "micro_batch_size is 8, but max_num_seqs, .* same, is 4"),
-        ({"tensor_parallel_size": 1, "tensor_model_parallel_size": 2}, "tensor_model_parallel_size is 2, but tensor_p"),
-        ({"max_new_tokens": 64}, "must be an integer greater than 0: seq_length - max_new_tokens = 64 - 64"),
+        (
+            {"micro_batch_size": 8, "max_num_seqs": 4},
+            "micro_batch_size is 8, but max_num_seqs, .* same, is 4",
+        ),
+        (
+            {"tensor_parallel_size": 1, "tensor_model_parallel_size": 2},
+            "tensor_model_parallel_size is 2, but tensor_p",
+        ),
+        (
+            {"max_new_tokens": 64},
+            "must be an integer greater than 0: seq_length - max_new_tokens = 64 - 64",
+        ),
     ],
 )
-def test_meaningless_hyper_parameters_are_refused_with_a_remedy(args: dict[str, Any], sentence: str) -> None:
+def test_meaningless_hyper_parameters_are_refused_with_a_remedy(
+    args: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ValueError, match=sentence):
         read_settings(SIZES | args)
 
@@ -133,15 +163,21 @@ def test_suspicious_values_are_warned_of() -> None:
         read_settings(SIZES | {"max_num_batched_tokens": 16, "max_num_seqs": 32})
 
 
-def test_hyper_parameters_come_from_files_that_include_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hyper_parameters_come_from_files_that_include_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "model.yaml").write_text("seq_length: ${HOTBUNK_TEST_LENGTH:32}\ntemperature: 0.5\n")
-    (tmp_path / "engine.yaml").write_text("includes: [model.yaml]\nmax_new_tokens: 8\ntemperature: 0.9\n")
+    (tmp_path / "engine.yaml").write_text(
+        "includes: [model.yaml]\nmax_new_tokens: 8\ntemperature: 0.9\n"
+    )
     monkeypatch.setenv("HOTBUNK_TEST_LENGTH", "48")
     made = VLLMModule(tmp_path / "engine.yaml", FakeLLM())
     assert made.model_args == {"seq_length": 48, "temperature": 0.9, "max_new_tokens": 8}
 
 
-def test_chatlearns_own_file_is_read_with_its_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chatlearns_own_file_is_read_with_its_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its defaults have characters that OmegaConf's grammar has not, and write None where YAML has null."""
     path = tmp_path / "vllm.yaml"
     path.write_text(
@@ -155,22 +191,28 @@ def test_chatlearns_own_file_is_read_with_its_defaults(tmp_path: Path, monkeypat
     assert VLLMModule(path, FakeLLM()).settings.stop == ["<END>"]
 
 
-@pytest.mark.parametrize("name", ["num_gpu", "trainable", "pipeline_model_parallel_size", "num_scheduler_steps"])
+@pytest.mark.parametrize(
+    "name", ["num_gpu", "trainable", "pipeline_model_parallel_size", "num_scheduler_steps"]
+)
 def test_keys_of_chatlearns_devices_and_scheduler_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is not a hyper-parameter"):
         module(**{name: 1})
 
 
 def test_a_models_name_is_not_taken_for_a_file() -> None:
-    with pytest.raises(ValueError, match="policy is not a file: give the hyper-parameters or a YAML file of them"):
+    with pytest.raises(
+        ValueError, match="policy is not a file: give the hyper-parameters or a YAML file of them"
+    ):
         VLLMModule("policy", FakeLLM())
 
 
 def test_the_pages_rlhf_yaml_names_the_models_file(tmp_path: Path) -> None:
-    """The model's file is found relative to rlhf.yaml, whose own keys win. A recipe may name the file as well."""
+    """Return the model's file is found relative to rlhf.yaml, whose own keys win. A recipe may name the file as well."""
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "sizes.yaml").write_text("seq_length: 48\n")
-    (tmp_path / "models" / "vllm.yaml").write_text("includes: [sizes.yaml]\nmax_new_tokens: 8\ntemperature: 0.9\n")
+    (tmp_path / "models" / "vllm.yaml").write_text(
+        "includes: [sizes.yaml]\nmax_new_tokens: 8\ntemperature: 0.9\n"
+    )
     section = {"model_config_file": "models/vllm.yaml", "temperature": 0.5}
     expected = {"seq_length": 48, "max_new_tokens": 8, "temperature": 0.5}
     for number, text in enumerate([{"policy": section}, {"models": {"policy": section}}, section]):
@@ -194,15 +236,24 @@ def test_an_empty_batch_gives_what_empty_outputs_give() -> None:
 def test_an_output_has_the_numbered_answers_to_its_prompt() -> None:
     made = module(n=3)
     rows = made.build_dataset(["first", "second!"])
-    outputs = made.execute_step({"prompt": ["first", "second!"], "input_ids": [row["input_ids"] for row in rows]})
+    outputs = made.execute_step(
+        {"prompt": ["first", "second!"], "input_ids": [row["input_ids"] for row in rows]}
+    )
     assert [output.prompt for output in outputs] == ["first", "second!"]
     assert [[answer.index for answer in output.outputs] for output in outputs] == [[0, 1, 2]] * 2
-    assert [answer.text for output in outputs for answer in output.outputs] == [f"answer {n}" for n in range(6)]
+    assert [answer.text for output in outputs for answer in output.outputs] == [
+        f"answer {n}" for n in range(6)
+    ]
 
 
 def test_the_names_of_the_page_come_from_one_package() -> None:
     names = ("VLLMModule", "PromptPipeline", "get_model", "print_rank_0")
-    assert [getattr(generation, name) for name in names] == [VLLMModule, PromptPipeline, get_model, print_rank_0]
+    assert [getattr(generation, name) for name in names] == [
+        VLLMModule,
+        PromptPipeline,
+        get_model,
+        print_rank_0,
+    ]
     assert {*names} <= {*generation.__all__}
 
 

@@ -56,7 +56,7 @@ def chosen(balancer: LoadBalancer, prompt: Any = None, times: int = 40) -> set[i
 
 
 def at(balancer: LoadBalancer, index: int) -> str:
-    """Returns a prompt whose prefix belongs to engine `index`."""
+    """Return a prompt whose prefix belongs to engine `index`."""
     quiet = LoadBalancer(engines(*[0] * len(balancer.actors)))
     return next(text for text in map(str, range(1000)) if quiet.select_actor(text) == index)
 
@@ -68,14 +68,19 @@ def at(balancer: LoadBalancer, index: int) -> str:
         ((7,), "actors must be either an AsyncVLLM instance or a list of actors"),
         (([],), "No actors provided"),
         ((SimpleNamespace(actors=[]),), "No actors provided"),
-        ((engines(0), "fastest"), "Invalid strategy 'fastest'. Must be one of {'kv-cache', 'prefix-aware', "),
+        (
+            (engines(0), "fastest"),
+            "Invalid strategy 'fastest'. Must be one of {'kv-cache', 'prefix-aware', ",
+        ),
         ((engines(0), ["requests", "x"]), "Invalid strategy 'x'"),
         ((engines(0), []), "At least one strategy must be provided"),
         ((engines(0), None, 0), "prefix_length must be at least 1"),
         ((engines(0), None, 8, 0.0), "overload_threshold above 0"),
     ],
 )
-def test_invalid_arguments_of_the_load_balancer_are_refused(arguments: tuple[Any, ...], message: str) -> None:
+def test_invalid_arguments_of_the_load_balancer_are_refused(
+    arguments: tuple[Any, ...], message: str
+) -> None:
     with pytest.raises(ValueError) as caught:
         LoadBalancer(*arguments)
     assert message in str(caught.value)
@@ -92,7 +97,10 @@ def test_strategies_are_tried_in_order(caplog: pytest.LogCaptureFixture) -> None
     listed = [Broken(), Broken(), Broken()]
     balancer = LoadBalancer(listed, ["requests", "kv-cache", "round-robin"])
     assert [balancer.select_actor() for _ in range(4)] == [0, 1, 2, 0]
-    assert "Strategy 'requests' failed with error: no counters today. Trying next strategy..." in caplog.text
+    assert (
+        "Strategy 'requests' failed with error: no counters today. Trying next strategy..."
+        in caplog.text
+    )
     with pytest.raises(ValueError, match="No actors available for selection"):
         listed.clear()
         balancer.select_actor()
@@ -105,14 +113,19 @@ def test_the_last_strategy_is_random_and_repeatable(caplog: pytest.LogCaptureFix
 
     assert draws(1) == draws(1) != draws(2)
     assert set(draws(1)) == {0, 1, 2, 3}
-    assert "All strategies ['prefix-aware', 'requests'] failed. Falling back to random selection." in caplog.text
+    assert (
+        "All strategies ['prefix-aware', 'requests'] failed. Falling back to random selection."
+        in caplog.text
+    )
 
 
 def test_prefix_aware_needs_a_prompt() -> None:
     assert chosen(LoadBalancer(engines(3, 0, 3))) == {1}
 
 
-@pytest.mark.parametrize(("pending", "expected"), [((3, 1, 2), {1}), ((5, 2, 2), {1, 2}), ((0, 0, 0), {0, 1, 2})])
+@pytest.mark.parametrize(
+    ("pending", "expected"), [((3, 1, 2), {1}), ((5, 2, 2), {1, 2}), ((0, 0, 0), {0, 1, 2})]
+)
 def test_the_engine_with_fewest_requests_is_chosen(pending: tuple[int, ...], expected: set[int]) -> None:
     assert chosen(LoadBalancer(engines(*pending), "requests")) == expected
     assert chosen(LoadBalancer(Service(*pending), "requests")) == expected
@@ -120,14 +133,23 @@ def test_the_engine_with_fewest_requests_is_chosen(pending: tuple[int, ...], exp
 
 @pytest.mark.parametrize(
     ("usages", "expected"),
-    [((0.1, 0.1 + 5e-7), {0, 1}), ((0.1, 0.1 + 2e-6), {0}), ((0.9, 0.2, 0.5), {1}), ((0.0, 0.0), {0, 1})],
+    [
+        ((0.1, 0.1 + 5e-7), {0, 1}),
+        ((0.1, 0.1 + 2e-6), {0}),
+        ((0.9, 0.2, 0.5), {1}),
+        ((0.0, 0.0), {0, 1}),
+    ],
 )
-def test_the_engine_with_the_least_kv_cache_in_use_is_chosen(usages: tuple[float, ...], expected: set[int]) -> None:
+def test_the_engine_with_the_least_kv_cache_in_use_is_chosen(
+    usages: tuple[float, ...], expected: set[int]
+) -> None:
     assert chosen(LoadBalancer([LoadedEngine(0, usage) for usage in usages], "kv-cache")) == expected
 
 
 def test_equal_kv_cache_is_decided_by_requests() -> None:
-    assert chosen(LoadBalancer([LoadedEngine(4, 0.5), LoadedEngine(1, 0.5), LoadedEngine(0, 0.9)], "kv-cache")) == {1}
+    assert chosen(
+        LoadBalancer([LoadedEngine(4, 0.5), LoadedEngine(1, 0.5), LoadedEngine(0, 0.9)], "kv-cache")
+    ) == {1}
 
 
 def test_unknown_kv_cache_use_is_no_number(caplog: pytest.LogCaptureFixture) -> None:
@@ -169,7 +191,9 @@ def test_the_same_engine_in_every_process() -> None:
     assert here == "[18, 45, 15, 62]"
 
 
-@pytest.mark.parametrize("prompt", ["", "  \n", [], {}, {"prompt_embeds": 1}, 3.5, [1, "a"], {"prompt": " "}])
+@pytest.mark.parametrize(
+    "prompt", ["", "  \n", [], {}, {"prompt_embeds": 1}, 3.5, [1, "a"], {"prompt": " "}]
+)
 def test_a_prompt_without_a_routing_key_is_left_to_the_next_strategy(prompt: Any) -> None:
     assert chosen(LoadBalancer(engines(1, 1, 0)), prompt) == {2}
     with pytest.raises(ValueError):
@@ -197,7 +221,10 @@ def test_all_forms_of_one_prompt_go_the_same_way() -> None:
 def test_sessions_stay_together() -> None:
     balancer = LoadBalancer(engines(*[0] * 8))
     assert len({balancer.select_actor([i] * 9, {"session_id": "a"}) for i in range(30)}) == 1
-    assert len({balancer.select_actor([i] * 9, {"session_id": 7, "user": object()}) for i in range(30)}) == 1
+    assert (
+        len({balancer.select_actor([i] * 9, {"session_id": 7, "user": object()}) for i in range(30)})
+        == 1
+    )
     assert balancer.select_actor("x", {"user": "me"}) == balancer.select_actor("x")
 
 
@@ -259,7 +286,7 @@ def test_statistics_have_the_promised_keys() -> None:
 
 
 def test_an_engine_is_asked_once_a_choice() -> None:
-    """A choice reads each engine's load once, from attributes of objects in this process and never over a
+    """Return a choice reads each engine's load once, from attributes of objects in this process and never over a
     connection.
     """
     listed = engines(9, 0, 0, 0)

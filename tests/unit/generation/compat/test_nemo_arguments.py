@@ -53,14 +53,20 @@ KEYS: dict[str, tuple[Any, Reading | str]] = {
 VLLM_KEYS: dict[str, tuple[Any, Reading | str]] = {
     "max_model_len": (48, lambda c: engine_settings(c).max_model_len),
     "tensor_parallel_size": (1, lambda c: engine_settings(c).tensor_parallel_size),
-    "pipeline_parallel_size": (2, "pipeline_parallel_size is 2: it must be 1, since weights reach tensor parallel"),
+    "pipeline_parallel_size": (
+        2,
+        "pipeline_parallel_size is 2: it must be 1, since weights reach tensor parallel",
+    ),
     "expert_parallel_size": (2, lambda c: 2 * engine_settings(c).extra["enable_expert_parallel"]),
     "gpu_memory_utilization": (0.4, lambda c: engine_settings(c).gpu_memory_utilization),
     "precision": ("bfloat16", lambda c: engine_settings(c).dtype),
     "kv_cache_dtype": ("fp8", lambda c: engine_settings(c).extra["kv_cache_dtype"]),
     "kv_cache_memory_bytes": (1 << 21, lambda c: engine_settings(c).kv_cache_bytes),
     "load_format": ("dummy", lambda c: engine_settings(c).load_format),
-    "skip_tokenizer_init": (True, lambda c: engine_settings(c).extra["skip_tokenizer_init"] and not has_tokenizer(c)),
+    "skip_tokenizer_init": (
+        True,
+        lambda c: engine_settings(c).extra["skip_tokenizer_init"] and not has_tokenizer(c),
+    ),
     "enforce_eager": (False, lambda c: engine_settings(c).enforce_eager),
     "max_num_seqs": (3, lambda c: engine_settings(c).max_num_seqs),
     "trust_remote_code": (True, lambda c: engine_settings(c).trust_remote_code),
@@ -71,7 +77,10 @@ VLLM_KEYS: dict[str, tuple[Any, Reading | str]] = {
 }
 COLOCATED_KEYS: dict[str, tuple[Any, Reading | str]] = {
     "enabled": (True, lambda c: engine_settings(c).sleep),
-    "resources": ({"gpus_per_node": 8}, "it must be left out: an engine takes tensor_parallel_size devices"),
+    "resources": (
+        {"gpus_per_node": 8},
+        "it must be left out: an engine takes tensor_parallel_size devices",
+    ),
 }
 ON_THE_PAGE = {"async_engine", "__extra__"}
 
@@ -87,7 +96,9 @@ def check(config: dict[str, Any], value: Any, expected: Reading | str) -> None:
         assert expected({**CONFIG, "colocated": {"enabled": False}}) != read  # not by default
 
 
-@pytest.mark.parametrize("key", sorted(set(VllmConfig.__annotations__) - {"vllm_cfg", "colocated"} - ON_THE_PAGE))
+@pytest.mark.parametrize(
+    "key", sorted(set(VllmConfig.__annotations__) - {"vllm_cfg", "colocated"} - ON_THE_PAGE)
+)
 def test_every_key_of_the_configuration_has_an_effect_or_is_refused(key: str) -> None:
     value, expected = KEYS[key]
     check({**CONFIG, key: value}, value, expected)
@@ -112,14 +123,32 @@ def test_arguments_without_effect_are_listed_on_the_page(name: str) -> None:
 
 
 VALUES: dict[str, Any] = {
-    "rank_prefix": 6001, "ip": "10.0.0.7", "port": 4711, "world_size": 7052, "train_world_size": 7050,
-    "timeout_s": 7.53125, "state_dict_info": {"a.weight": ((3, 4), "torch.float32")}, "session": 1301, "version": 1701,
-    "path": "/a/folder", "num_threads": 1901, "tags": ["kv_cache"], "level": 8111,
+    "rank_prefix": 6001,
+    "ip": "10.0.0.7",
+    "port": 4711,
+    "world_size": 7052,
+    "train_world_size": 7050,
+    "timeout_s": 7.53125,
+    "state_dict_info": {"a.weight": ((3, 4), "torch.float32")},
+    "session": 1301,
+    "version": 1701,
+    "path": "/a/folder",
+    "num_threads": 1901,
+    "tags": ["kv_cache"],
+    "level": 8111,
     "endpoints": [{"cpu:0": ["place", "secret"]}] * 2,
-}  # fmt: skip
+}
 """Argument -> a value that nothing else has."""
 
-APART = {"generate", "generate_async", "generate_text", "generate_text_async", "answer", "answer_text", "submit"}
+APART = {
+    "generate",
+    "generate_async",
+    "generate_text",
+    "generate_text_async",
+    "answer",
+    "answer_text",
+    "submit",
+}
 """Their arguments are data and `greedy`, which other tests show to matter; or names of the methods below."""
 
 
@@ -138,18 +167,20 @@ class Recorder:
 
 
 def parameters_of(function: Any) -> list[str]:
-    """Returns the names of a method's parameters, without the one that Ray adds to the methods of an actor's class."""
+    """Return the names of a method's parameters, without the one that Ray adds to the methods of an actor's class."""
     return [name for name in inspect.signature(function).parameters if name != "_ray_trace_ctx"]
 
 
 def taking_arguments(kind: type) -> list[str]:
-    """Lists the public methods of the class itself that take arguments."""
-    methods = {name: m for name, m in vars(kind).items() if inspect.isfunction(m) and not name.startswith("_")}
+    """List the public methods of the class itself that take arguments."""
+    methods = {
+        name: m for name, m in vars(kind).items() if inspect.isfunction(m) and not name.startswith("_")
+    }
     return sorted(name for name, m in methods.items() if len(parameters_of(m)) > 1 and name not in APART)
 
 
 def heard_of(method: Any, heard: list[Any]) -> dict[str, Any]:
-    """Calls a method with a value for each argument; returns the arguments whose values reached nobody."""
+    """Call a method with a value for each argument; return the arguments whose values reached nobody."""
     arguments = {name: VALUES[name] for name in parameters_of(method)}
     if "endpoints" in arguments and inspect.iscoroutinefunction(method):
         arguments["endpoints"] = arguments["endpoints"][0]
@@ -198,5 +229,7 @@ def test_constructors_take_the_documented_arguments(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(VllmAsyncGenerationWorker, "start", start)
     monkeypatch.setattr(config_module, "device_count", lambda: 0)
-    with pytest.raises(TimeoutError, match="starting the engine for nobody/nothing did not finish within 0 s"):
+    with pytest.raises(
+        TimeoutError, match="starting the engine for nobody/nothing did not finish within 0 s"
+    ):
         VllmGeneration(CONFIG, timeout=0.01)  # type: ignore[arg-type]

@@ -38,7 +38,9 @@ def test_right_padded_batches_pass(ids: list[list[int]], lengths: list[int], pad
         ([[1, 2]], [1, 2], "input_ids has 1 rows, input_lengths has 2 entries"),
     ],
 )
-def test_padding_errors_are_returned_or_raised(ids: list[list[int]], lengths: list[int], message: str) -> None:
+def test_padding_errors_are_returned_or_raised(
+    ids: list[list[int]], lengths: list[int], message: str
+) -> None:
     ok, error = verify_right_padding(batch(ids, lengths), pad_value=0, raise_error=False)
     assert not ok
     assert message in str(error)
@@ -54,7 +56,9 @@ def test_the_idiom_of_nemo_rl_reaches_its_message() -> None:
 
 
 def test_outputs_are_checked_by_their_unpadded_lengths() -> None:
-    output = BatchedDataDict({"output_ids": torch.tensor([[1, 2, 0]]), "unpadded_sequence_lengths": torch.tensor([2])})
+    output = BatchedDataDict(
+        {"output_ids": torch.tensor([[1, 2, 0]]), "unpadded_sequence_lengths": torch.tensor([2])}
+    )
     assert verify_right_padding(output) == (True, None)
     output["unpadded_sequence_lengths"] = torch.tensor([1])
     assert not verify_right_padding(output)[0]
@@ -89,11 +93,17 @@ def test_a_missing_batch_or_pad_value_is_an_error_in_both_modes() -> None:
 
 
 def test_empty_batches_pass() -> None:
-    empty = BatchedDataDict({"input_ids": torch.zeros(0, 0, dtype=torch.long), "input_lengths": torch.zeros(0).long()})
+    empty = BatchedDataDict(
+        {"input_ids": torch.zeros(0, 0, dtype=torch.long), "input_lengths": torch.zeros(0).long()}
+    )
     assert verify_right_padding(empty) == (True, None)
 
 
-@given(st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=4, max_size=4), st.integers(-2, 6)), min_size=1))
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 2), min_size=4, max_size=4), st.integers(-2, 6)), min_size=1
+    )
+)
 def test_the_whole_batch_at_once_says_what_a_loop_says(rows: list[tuple[list[int], int]]) -> None:
     def good(ids: list[int], length: int) -> bool:
         return 0 <= length <= len(ids) and all(token == 1 for token in ids[length:])

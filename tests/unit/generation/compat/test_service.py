@@ -60,7 +60,9 @@ def test_every_entry_point_reports_that_vllm_is_missing(monkeypatch: pytest.Monk
         lambda: make_async_vllm_engine(model_name="m"),
     ]
     for call in calls:
-        with pytest.raises(ImportError, match="vllm is not installed. Please install it with `pip install vllm`"):
+        with pytest.raises(
+            ImportError, match="vllm is not installed. Please install it with `pip install vllm`"
+        ):
             call()
 
 
@@ -75,12 +77,16 @@ def test_importing_needs_neither_vllm_nor_ray() -> None:
         "except ImportError as error:\n"
         "    print(error)\n"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
     assert run.stdout.strip() == "ray is not installed. Please install it with `pip install ray`."
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("600", 600.0), ("0.5", 0.5), (None, 300.0)])
-def test_the_time_to_start_is_a_number(text: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_to_start_is_a_number(
+    text: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if text is None:
         monkeypatch.delenv("TORCHRL_VLLM_TIMEOUT_SECONDS", raising=False)
     else:
@@ -91,7 +97,9 @@ def test_the_time_to_start_is_a_number(text: str | None, seconds: float, monkeyp
 @pytest.mark.parametrize("text", ["ten minutes", "", "-1", "0", "nan", "inf"])
 def test_an_invalid_start_timeout_is_an_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRL_VLLM_TIMEOUT_SECONDS", text)
-    with pytest.raises(ValueError, match="TORCHRL_VLLM_TIMEOUT_SECONDS must be a positive number of seconds"):
+    with pytest.raises(
+        ValueError, match="TORCHRL_VLLM_TIMEOUT_SECONDS must be a positive number of seconds"
+    ):
         start_timeout()
 
 
@@ -111,7 +119,7 @@ def test_an_invalid_start_timeout_is_an_error(text: str, monkeypatch: pytest.Mon
         (None, [1, 2, 3], [IDS], True),
         (None, [[1, 2, 3]], [IDS], False),
     ],
-)  # fmt: skip
+)
 def test_all_forms_of_input_are_understood(
     prompts: Any, ids: Any, expected: list[dict[str, Any]], single: bool
 ) -> None:
@@ -148,7 +156,10 @@ def test_the_callers_prompt_is_not_changed() -> None:
 
 def test_the_gpus_of_a_replica_are_counted() -> None:
     assert (
-        gpus_per_replica(SimpleNamespace(tensor_parallel_size=2, data_parallel_size=3, pipeline_parallel_size=4)) == 24
+        gpus_per_replica(
+            SimpleNamespace(tensor_parallel_size=2, data_parallel_size=3, pipeline_parallel_size=4)
+        )
+        == 24
     )
     assert gpus_per_replica(SimpleNamespace(tensor_parallel_size=2)) == 2
     assert gpus_per_replica(settings(tensor_parallel_size=2, extra={"pipeline_parallel_size": 2})) == 4
@@ -172,7 +183,10 @@ def test_a_new_service_is_not_launched() -> None:
         (lambda s: s.create_load_balancer(), "before creating load balancer"),
         (lambda s: s.get_num_unfinished_requests(), "before getting request counts"),
         (lambda s: s.get_cache_usage(), "before getting cache usage"),
-        (lambda s: s.init_weight_update_group("127.0.0.1", 1), "before initializing weight update group"),
+        (
+            lambda s: s.init_weight_update_group("127.0.0.1", 1),
+            "before initializing weight update group",
+        ),
         (lambda s: s.update_weights([]), "before updating weights"),
         (lambda s: s.load_weights_from_storage("x"), "before updating weights"),
         (lambda s: s.get_model_metadata(), "before asking for model metadata"),
@@ -211,38 +225,56 @@ def test_engine_arguments_are_kept_and_the_callers_stay_as_they_are() -> None:
 
 
 def test_prefix_caching_is_on_unless_switched_off() -> None:
-    assert engine_arguments(from_arguments({"model": "m", "max_model_len": 64}))["enable_prefix_caching"] is True
+    assert (
+        engine_arguments(from_arguments({"model": "m", "max_model_len": 64}))["enable_prefix_caching"]
+        is True
+    )
     off = from_arguments({"model": "m", "max_model_len": 64, "enable_prefix_caching": False})
     assert engine_arguments(off)["enable_prefix_caching"] is False
 
 
 def test_make_async_vllm_engine_starts_engines_with_its_arguments() -> None:
-    made = resolve("m", 2, True, True, max_model_len=64, kv_cache_memory_bytes=7, block_size=16, dtype="bfloat16")
-    assert (made.model, made.tensor_parallel_size, made.enforce_eager, made.fp32_head) == ("m", 2, False, True)
+    made = resolve(
+        "m", 2, True, True, max_model_len=64, kv_cache_memory_bytes=7, block_size=16, dtype="bfloat16"
+    )
+    assert (made.model, made.tensor_parallel_size, made.enforce_eager, made.fp32_head) == (
+        "m",
+        2,
+        False,
+        True,
+    )
     assert (made.kv_cache_bytes, made.dtype, made.extra) == (7, "bfloat16", {"block_size": 16})
     assert resolve("m", max_model_len=64).tensor_parallel_size == 1
     assert resolve("m", 2, tensor_parallel_size=2, max_model_len=64).tensor_parallel_size == 2
     assert resolve("m", tensor_parallel_size=4, max_model_len=64).tensor_parallel_size == 4
-    with pytest.raises(ValueError, match="pipeline_parallel_size is 2: it must be 1, since weights reach tensor"):
+    with pytest.raises(
+        ValueError, match="pipeline_parallel_size is 2: it must be 1, since weights reach tensor"
+    ):
         resolve("m", pipeline_parallel_size=2, max_model_len=64)
     with pytest.raises(ValueError, match="tensor_parallel_size must be set to 2"):
         resolve("m", 2, tensor_parallel_size=4, max_model_len=64)
     with pytest.raises(ValueError, match="worker_extension_cls is set by the service"):
         resolve("m", max_model_len=64, worker_extension_cls="x.Y")
-    with pytest.raises(ValueError, match="distributed_executor_backend: leave it out, and set backend to ray"):
+    with pytest.raises(
+        ValueError, match="distributed_executor_backend: leave it out, and set backend to ray"
+    ):
         resolve("m", max_model_len=64, distributed_executor_backend="ray")
 
 
 def test_the_compile_argument_is_not_passed_on_as_a_compilation_config() -> None:
     assert resolve("m", compile=False, max_model_len=64).enforce_eager
     assert "compilation_config" not in resolve("m", compile=True, max_model_len=64).extra
-    engine_settings = resolve("m", compile=True, max_model_len=64, compilation_config={"level": 0}, enforce_eager=True)
+    engine_settings = resolve(
+        "m", compile=True, max_model_len=64, compilation_config={"level": 0}, enforce_eager=True
+    )
     assert engine_settings.enforce_eager
     assert engine_settings.extra == {"compilation_config": {"level": 0}}
 
 
 def test_the_default_context_length_is_the_models(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "max_position_embeddings": 77}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", "max_position_embeddings": 77})
+    )
     assert resolve(str(tmp_path)).max_model_len == 77
 
 
@@ -294,7 +326,9 @@ def test_weights_are_sent_from_a_gpu_without_an_engine(monkeypatch: pytest.Monke
         service._taken = taken
         assert service._sending_device() == torch.device("cuda", expected)
     service._taken = {0, 1, 2}
-    with pytest.raises(RuntimeError, match="every GPU of this machine has an engine.*use load_weights_from_storage"):
+    with pytest.raises(
+        RuntimeError, match="every GPU of this machine has an engine.*use load_weights_from_storage"
+    ):
         service._sending_device()
 
 
@@ -368,7 +402,9 @@ def test_an_update_that_cannot_begin_leaves_the_gate_open() -> None:
     async def scene() -> None:
         gate = UpdateGate()
         async with gate.request():
-            with pytest.raises(TimeoutError, match="1 requests did not end within 0 s, so no weights were updated"):
+            with pytest.raises(
+                TimeoutError, match="1 requests did not end within 0 s, so no weights were updated"
+            ):
                 async with gate.update(0.01):
                     raise AssertionError("the request was still inside")
         async with gate.request():  # and goes on
@@ -418,7 +454,8 @@ def test_a_batch_that_only_timed_out_is_a_timeout() -> None:
 
 def test_a_service_of_local_processes_is_not_pickled() -> None:
     with pytest.raises(
-        TypeError, match="engines in local processes cannot be used from other processes: set backend to ray"
+        TypeError,
+        match="engines in local processes cannot be used from other processes: set backend to ray",
     ):
         pickle.dumps(AsyncVLLM(settings()))
     with pytest.raises(RuntimeError, match="must be launched before pickling"):
@@ -427,7 +464,9 @@ def test_a_service_of_local_processes_is_not_pickled() -> None:
 
 def test_only_the_owner_of_engines_updates_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RayReplica, "watch", AsyncMock())
-    copy = AsyncVLLM._copy(settings(), "abc", [("first", object())], 3, (["requests"], {"overload_threshold": 2.0}))
+    copy = AsyncVLLM._copy(
+        settings(), "abc", [("first", object())], 3, (["requests"], {"overload_threshold": 2.0})
+    )
     try:
         assert (copy.service_id, copy.weight_version, len(copy.actors)) == ("abc", 3, 1)
         assert copy._load_balancer is not None and copy._load_balancer.overload_threshold == 2.0
@@ -451,11 +490,13 @@ def test_only_the_owner_of_engines_updates_them(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ray_is_joined_as_a_run_joins_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A service starts Ray on loopback, closed to others; a cluster that the program has joined is left as it was."""
+    """Return a service starts Ray on loopback, closed to others; a cluster that the program has joined is left as it was."""
     joined, left = list[int](), list[str]()
     monkeypatch.setattr(engine_replicas, "join_cluster", lambda cpus, folder: joined.append(cpus))
     for initialized in (True, False):
-        ray = SimpleNamespace(is_initialized=lambda state=initialized: state, shutdown=lambda: left.append("cluster"))
+        ray = SimpleNamespace(
+            is_initialized=lambda state=initialized: state, shutdown=lambda: left.append("cluster")
+        )
         monkeypatch.setitem(sys.modules, "ray", ray)
         engine_replicas.join_once(3)()
     assert joined == [3] and left == ["cluster"]
@@ -499,16 +540,22 @@ def test_an_actor_that_does_not_answer_is_killed(monkeypatch: pytest.MonkeyPatch
     assert actor.killed
 
 
-@pytest.mark.parametrize("method", ["init_weight_transfer_engine", "update_weights_native", "sleep", "wake_up"])
+@pytest.mark.parametrize(
+    "method", ["init_weight_transfer_engine", "update_weights_native", "sleep", "wake_up"]
+)
 def test_the_sync_scheme_of_torchrl_is_refused_by_name(method: str) -> None:
     replica = LocalReplica(settings(), EngineThread())
-    with pytest.raises(NotImplementedError, match=f"{method} is a method for TorchRL's VLLMWeightSyncScheme"):
+    with pytest.raises(
+        NotImplementedError, match=f"{method} is a method for TorchRL's VLLMWeightSyncScheme"
+    ):
         getattr(replica, method)
     with pytest.raises(AttributeError, match="LocalReplica has no attribute 'wakeup'"):
         replica.wakeup  # noqa: B018
 
 
-def test_a_cluster_of_its_own_ends_with_a_service_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_of_its_own_ends_with_a_service_that_cannot_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ends: list[int] = []
     monkeypatch.setattr(service_module, "join_once", lambda cpus: lambda: ends.append(cpus))
     monkeypatch.setattr(service_module, "gpu_count", lambda backend: 5)
@@ -537,7 +584,7 @@ def test_a_tied_head_is_accepted_if_it_equals_the_embedding() -> None:
 def test_a_service_is_an_engine_of_torchrl_where_torchrl_is_imported(
     monkeypatch: pytest.MonkeyPatch, base_is_imported: bool
 ) -> None:
-    """A service passes the instance check of TorchRL's clients; tests/engine has the real clients."""
+    """Return a service passes the instance check of TorchRL's clients; tests/engine has the real clients."""
 
     class RLvLLMEngine(abc.ABC):  # noqa: B024
         pass
@@ -566,8 +613,10 @@ def test_a_cancelled_prompt_says_why() -> None:
     assert "the service was shut down before" in str(answer_or_error(future, 0))
 
 
-def test_a_load_from_a_folder_that_fails_on_one_engine_is_over_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load that fails on one engine ends on all, or the next load would find an engine that is still loading."""
+def test_a_load_from_a_folder_that_fails_on_one_engine_is_over_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Return a load that fails on one engine ends on all, or the next load would find an engine that is still loading."""
     slow: Future[int] = Future()
     failed = ended(RuntimeError("the folder is empty"))
     monkeypatch.setattr(AsyncVLLM, "_updates", lambda *_: [failed, slow])

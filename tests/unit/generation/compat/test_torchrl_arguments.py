@@ -32,7 +32,9 @@ class Asked(ServiceReplica):
         self.calls: list[Any] = []
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> "Future[Any]":
-        self.calls.append((method, args, {name: value for name, value in kwargs.items() if name != "timeout"}, kwargs))
+        self.calls.append(
+            (method, args, {name: value for name, value in kwargs.items() if name != "timeout"}, kwargs)
+        )
         future: Future[Any] = Future()
         outcome = {"error": None, "weights": {"a": [[1], "float32"]}, "weight_version": 0}
         future.set_result(SimpleNamespace(**outcome) if method == "generate" else [outcome])
@@ -43,7 +45,7 @@ class Asked(ServiceReplica):
 
 
 def launched() -> AsyncVLLM:
-    """Returns a service of two recording replicas in place of engines."""
+    """Return a service of two recording replicas in place of engines."""
     made = AsyncVLLM(EngineSettings(model="m", max_model_len=64), 2)
     made.actors += [Asked(), Asked()]
     made._thread = SimpleNamespace()  # type: ignore[assignment]
@@ -52,24 +54,34 @@ def launched() -> AsyncVLLM:
 
 
 def calls_of(work: Callable[[AsyncVLLM], Any]) -> str:
-    """Returns, as text, the engine calls that a method leads to, and its result."""
+    """Return, as text, the engine calls that a method leads to, and its result."""
     service = launched()
     result = work(service)
     return repr([[call[:3] for call in asked.calls] for asked in service.actors]) + type(result).__name__  # type: ignore[attr-defined]
 
 
 def settings_of(**arguments: Any) -> str:
-    """Returns, as text, the arguments with which `from_pretrained` launches a service."""
+    """Return, as text, the arguments with which `from_pretrained` launches a service."""
     made: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service_module.AsyncVLLM, "launch", lambda *args, **kwargs: made.append((args, kwargs)))
+        patch.setattr(
+            service_module.AsyncVLLM, "launch", lambda *args, **kwargs: made.append((args, kwargs))
+        )
         AsyncVLLM.from_pretrained(**({"model_name": "m", "max_model_len": 64} | arguments))
     return repr(made)
 
 
 def made_of(*args: Any, **kwargs: Any) -> str:
     service = AsyncVLLM(*args, **kwargs)
-    return repr((service.settings, service.num_replicas, service.backend, service._actor_class, service._carriers))
+    return repr(
+        (
+            service.settings,
+            service.num_replicas,
+            service.backend,
+            service._actor_class,
+            service._carriers,
+        )
+    )
 
 
 def asks(**arguments: Any) -> Callable[[], str]:
@@ -82,7 +94,12 @@ def rpc(name: str, **arguments: Any) -> Callable[[], str]:
 
 def chosen(**arguments: Any) -> str:
     balancer = LoadBalancer(**({"actors": [EngineLoad()] * 2} | arguments))
-    settings = len(balancer.actors), balancer.strategies, balancer.prefix_length, balancer.overload_threshold
+    settings = (
+        len(balancer.actors),
+        balancer.strategies,
+        balancer.prefix_length,
+        balancer.overload_threshold,
+    )
     return repr((*settings, balancer.overload_floor))
 
 
@@ -105,9 +122,18 @@ CHANGED: dict[Callable[..., Any], dict[str, tuple[Callable[[], Any], Callable[[]
     },
     AsyncVLLM.from_pretrained: {
         "model_name": (settings_of, lambda: settings_of(model_name="n")),
-        **{name: (settings_of, lambda name=name, value=value: settings_of(**{name: value})) for name, value in {  # type: ignore[misc]
-            "num_devices": 2, "num_replicas": 2, "verbose": False, "compile": False, "enable_fp32_output": True,
-            "options": 3}.items() if name != "options"},
+        **{
+            name: (settings_of, lambda name=name, value=value: settings_of(**{name: value}))
+            for name, value in {  # type: ignore[misc]
+                "num_devices": 2,
+                "num_replicas": 2,
+                "verbose": False,
+                "compile": False,
+                "enable_fp32_output": True,
+                "options": 3,
+            }.items()
+            if name != "options"
+        },
         "options": (settings_of, lambda: settings_of(max_num_seqs=3)),
     },
     AsyncVLLM.generate: {
@@ -138,10 +164,12 @@ CHANGED: dict[Callable[..., Any], dict[str, tuple[Callable[[], Any], Callable[[]
     },
     WeightUpdates.load_weights_from_storage: {
         "path": (
-            lambda: calls_of(lambda s: _read(s, "a")), lambda: calls_of(lambda s: _read(s, "b")),
+            lambda: calls_of(lambda s: _read(s, "a")),
+            lambda: calls_of(lambda s: _read(s, "b")),
         ),
         "num_threads": (
-            lambda: calls_of(lambda s: _read(s, "a")), lambda: calls_of(lambda s: _read(s, "a", 3)),
+            lambda: calls_of(lambda s: _read(s, "a")),
+            lambda: calls_of(lambda s: _read(s, "a", 3)),
         ),
     },
     WeightUpdates.init_weight_update_group: {
@@ -154,12 +182,14 @@ CHANGED: dict[Callable[..., Any], dict[str, tuple[Callable[[], Any], Callable[[]
             lambda: calls_of(lambda s: s.init_weight_update_group("a", "2")),
         ),
     },
-}  # fmt: skip
+}
 ELSEWHERE: dict[Callable[..., Any], dict[str, str]] = {  # where an argument is tested by what it does
     AsyncVLLM.generate: {"use_tqdm": "row", "return_exceptions": "row", "removed": "refused"},
     AsyncVLLM.collective_rpc: {"timeout": "test_waits_for_engines_end"},
     AsyncVLLM.collective_rpc_futures: {"timeout": "row: collective_rpc_futures"},
-    AsyncVLLM.create_load_balancer: dict.fromkeys(("strategy", "options"), "test_the_load_balancer_examples_run"),
+    AsyncVLLM.create_load_balancer: dict.fromkeys(
+        ("strategy", "options"), "test_the_load_balancer_examples_run"
+    ),
     AsyncVLLM.launch: {
         **dict.fromkeys(("engine_args", "num_replicas"), "test_engine_args_can_be_given_directly"),
         "options": "row: backend",
@@ -167,20 +197,29 @@ ELSEWHERE: dict[Callable[..., Any], dict[str, str]] = {  # where an argument is 
     AsyncVLLM.get_num_unfinished_requests: {"actor_index": "test_calls_can_name_an_engine_by_its_index"},
     AsyncVLLM.get_cache_usage: {"actor_index": "test_calls_can_name_an_engine_by_its_index"},
     AsyncVLLM.shutdown: {"drain_seconds": "test_shutdown_lets_requests_end_and_leaves_no_process"},
-    LoadBalancer.select_actor: {"prompt": "test_the_load_balancer_examples_run", "request_context": "row"},
+    LoadBalancer.select_actor: {
+        "prompt": "test_the_load_balancer_examples_run",
+        "request_context": "row",
+    },
     WeightUpdates.update_weights: {
         "weights": "test_weights_reach_engines_by_broadcast",
         "version": "test_a_sender_of_the_trainers_own_updates_the_engines",
     },
     VllmInternalWorkerExtension.init_weight_update_group: dict.fromkeys(
-        ("master_address", "master_port", "rank_offset", "world_size"), "trainers_group"),
+        ("master_address", "master_port", "rank_offset", "world_size"), "trainers_group"
+    ),
     VllmInternalWorkerExtension.update_weight: dict.fromkeys(
-        ("name", "dtype_name", "shape", "timeout_s"), "test_torchrls_update_weight_sends_a_version_weight_by_weight"),
+        ("name", "dtype_name", "shape", "timeout_s"),
+        "test_torchrls_update_weight_sends_a_version_weight_by_weight",
+    ),
     sharding.stateless_init_process_group: dict.fromkeys(
-        ("master_address", "master_port", "rank", "world_size", "device", "timeout"), "trainers_group"),
-}  # fmt: skip
+        ("master_address", "master_port", "rank", "world_size", "device", "timeout"), "trainers_group"
+    ),
+}
 TESTS = "".join(
-    path.read_text() for path in sorted((ROOT / "tests").rglob("compat/*.py")) if path.name[5:12] != "torchrl"
+    path.read_text()
+    for path in sorted((ROOT / "tests").rglob("compat/*.py"))
+    if path.name[5:12] != "torchrl"
 )
 
 
@@ -222,20 +261,42 @@ def test_other_arguments_have_a_test_or_a_row(call: Callable[..., Any], name: st
 
 
 def test_arguments_without_a_counterpart_are_refused_with_the_remedy() -> None:
-    service, refused = launched(), [
-        (lambda: service.generate("a", prompt_adapter_request=1), "leave it out"),
-        (lambda: service.generate("a", guided_options_request=1), r"structured_outputs=\.\.\.\) instead"),
-        (lambda: AsyncVLLM(EngineSettings(model="m", max_model_len=64, extra={"data_parallel_size": 2})),
-         "set num_replicas instead"),
-        (lambda: settings_of(num_devices=2, tensor_parallel_size=3), "tensor_parallel_size must be set to 2"),
-        (lambda: settings_of(worker_extension_cls="a.B"), "set by the service: leave it out"),
-        (lambda: settings_of(pipeline_parallel_size=2), "raise tensor_parallel_size instead"),
-        (lambda: service.collective_rpc("x", kwargs={"timeout": 5}), "pass timeout=... beside it"),
-        (lambda: settings_of(distributed_executor_backend="ray"), "set backend to ray for engines in actors"),
-        (lambda: service.__reduce__(), "set backend to ray"),
-        (lambda: service.init_weight_update_group("127.0.0.1"), "takes both master_address and master_port"),
-        (lambda: sharding.stateless_init_process_group(None, 1, 1, 2), "joins with init_weight_update_group"),
-    ]  # fmt: skip
+    service, refused = (
+        launched(),
+        [
+            (lambda: service.generate("a", prompt_adapter_request=1), "leave it out"),
+            (
+                lambda: service.generate("a", guided_options_request=1),
+                r"structured_outputs=\.\.\.\) instead",
+            ),
+            (
+                lambda: AsyncVLLM(
+                    EngineSettings(model="m", max_model_len=64, extra={"data_parallel_size": 2})
+                ),
+                "set num_replicas instead",
+            ),
+            (
+                lambda: settings_of(num_devices=2, tensor_parallel_size=3),
+                "tensor_parallel_size must be set to 2",
+            ),
+            (lambda: settings_of(worker_extension_cls="a.B"), "set by the service: leave it out"),
+            (lambda: settings_of(pipeline_parallel_size=2), "raise tensor_parallel_size instead"),
+            (lambda: service.collective_rpc("x", kwargs={"timeout": 5}), "pass timeout=... beside it"),
+            (
+                lambda: settings_of(distributed_executor_backend="ray"),
+                "set backend to ray for engines in actors",
+            ),
+            (lambda: service.__reduce__(), "set backend to ray"),
+            (
+                lambda: service.init_weight_update_group("127.0.0.1"),
+                "takes both master_address and master_port",
+            ),
+            (
+                lambda: sharding.stateless_init_process_group(None, 1, 1, 2),
+                "joins with init_weight_update_group",
+            ),
+        ],
+    )
     for work, remedy in refused:
         with pytest.raises((ValueError, TypeError), match=remedy):
             work()
@@ -249,7 +310,15 @@ def test_the_arguments_of_both_ways_to_make_a_service_agree() -> None:
 def test_arguments_by_position_are_those_of_torchrl() -> None:
     made: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service_module.AsyncVLLM, "launch", lambda *args, **kwargs: made.append((args, kwargs)))
+        patch.setattr(
+            service_module.AsyncVLLM, "launch", lambda *args, **kwargs: made.append((args, kwargs))
+        )
         AsyncVLLM.from_pretrained("m", 2, 3, False, False, True, max_model_len=64)
-    named = {"num_devices": 2, "num_replicas": 3, "verbose": False, "compile": False, "enable_fp32_output": True}
+    named = {
+        "num_devices": 2,
+        "num_replicas": 3,
+        "verbose": False,
+        "compile": False,
+        "enable_fp32_output": True,
+    }
     assert repr(made) == settings_of(**named) != settings_of(**(named | {"verbose": True}))

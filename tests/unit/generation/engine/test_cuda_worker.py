@@ -29,17 +29,21 @@ class Backend:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A worker that has not started; a test gives it a backend."""
+    """Return a worker that has not started; a test gives it a backend."""
     monkeypatch.setattr(CudaWorker, "sleep_mode_backend", None)
     worker: Any = CudaWorker.__new__(CudaWorker)
     worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (worker.sleep_mode_backend.free, TOTAL))
+    monkeypatch.setattr(
+        torch.accelerator, "get_memory_info", lambda: (worker.sleep_mode_backend.free, TOTAL)
+    )
     return worker
 
 
 @pytest.mark.parametrize("neighbour", [0, 70, 71, 500])
-def test_a_neighbour_that_takes_memory_during_a_sleep_does_not_end_the_engine(worker: Any, neighbour: int) -> None:
+def test_a_neighbour_that_takes_memory_during_a_sleep_does_not_end_the_engine(
+    worker: Any, neighbour: int
+) -> None:
     worker.sleep_mode_backend = Backend(neighbour)
     worker.sleep(1)
     assert worker.sleep_mode_backend.levels == [1]

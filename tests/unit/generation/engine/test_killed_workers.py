@@ -19,12 +19,16 @@ time.sleep(1000)
 
 
 def test_shared_memory_of_killed_workers_is_removed_with_their_engine() -> None:
-    worker_file, foreign = (Path(f"/dev/shm/vllm_dist_{uuid.uuid4().hex}-tp:0-[0-1]-cpushm_0") for _ in range(2))
+    worker_file, foreign = (
+        Path(f"/dev/shm/vllm_dist_{uuid.uuid4().hex}-tp:0-[0-1]-cpushm_0") for _ in range(2)
+    )
     worker = Engine(EngineSettings("no model", 64))
     try:
         for file in (worker_file, foreign):
             file.write_bytes(b"x" * 4096)
-        process = subprocess.Popen([sys.executable, "-c", WORKER, str(worker_file)], stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(worker_file)], stdout=subprocess.PIPE
+        )
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         worker._worker_memory = worker_memory()
         process.kill()

@@ -11,7 +11,14 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate
 
 from generation.engine.engine import Engine
-from generation.engine.logits import FACTORIES, REQUESTED, engine_arguments, processor_of, requested, with_exact_names
+from generation.engine.logits import (
+    FACTORIES,
+    REQUESTED,
+    engine_arguments,
+    processor_of,
+    requested,
+    with_exact_names,
+)
 from generation.engine.logits.adapter_v1 import FactoryProcessorV1 as First
 from generation.engine.logits.adapter_v2 import FactoryProcessorV2 as Second
 
@@ -19,7 +26,7 @@ WIDTH = 8
 
 
 def counting(params: SamplingParams) -> Any:
-    """Adds 1 at each id generated so far, and 100 times the number of its own calls at id 0; only where asked for."""
+    """Add 1 at each id generated so far, and 100 times the number of its own calls at id 0; only where asked for."""
     if not (params.extra_args or {}).get("count"):
         return None
     calls = 0
@@ -40,7 +47,9 @@ def doubling(params: SamplingParams) -> Any:
     return lambda output_ids, logits: logits.mul_(2)
 
 
-CONFIG: Any = SimpleNamespace(additional_config={FACTORIES: [f"{__name__}:counting", f"{__name__}:doubling"]})
+CONFIG: Any = SimpleNamespace(
+    additional_config={FACTORIES: [f"{__name__}:counting", f"{__name__}:doubling"]}
+)
 ASKING = SamplingParams(extra_args={"count": True})
 PLAIN = SamplingParams()
 
@@ -57,7 +66,8 @@ def test_the_first_interface_keeps_a_state_for_each_request() -> None:
     processor = First(CONFIG, torch.device("cpu"), False)
     outputs: list[list[int]] = [[1, 2], [3], [4]]
     added = [
-        (i, params, [9], ids) for i, (params, ids) in enumerate(zip([ASKING, PLAIN, ASKING], outputs, strict=True))
+        (i, params, [9], ids)
+        for i, (params, ids) in enumerate(zip([ASKING, PLAIN, ASKING], outputs, strict=True))
     ]
     processor.update_state(BatchUpdate(batch_size=3, removed=[], added=added, moved=[]))
     logits = processor.apply(torch.ones(3, WIDTH))
@@ -80,7 +90,9 @@ def test_the_second_interface_keeps_a_state_for_each_slot() -> None:
     assert processor.add_request(3, ASKING)
     assert processor.add_request(1, PLAIN)
     context: Any = SimpleNamespace(
-        idx_mapping_np=np.array([1, 3]), expanded_idx_mapping=torch.tensor([1, 3]), pos=torch.tensor([2, 3])
+        idx_mapping_np=np.array([1, 3]),
+        expanded_idx_mapping=torch.tensor([1, 3]),
+        pos=torch.tensor([2, 3]),
     )
     logits = processor.apply(torch.ones(2, WIDTH), context)
     assert torch.equal(logits, torch.stack([expected([3], False), expected([1, 2], True)]))
@@ -97,7 +109,7 @@ def test_requests_without_processors_cost_nothing_on_the_device() -> None:
 
 
 def test_a_request_may_choose_among_the_factories_of_its_recipe() -> None:
-    """A request names factories in any form that recipes have, and both interfaces leave out those it does not name."""
+    """Return a request names factories in any form that recipes have, and both interfaces leave out those it does not name."""
     arguments = engine_arguments([f"{__name__}:doubling", f"{__name__}:counting"], v2=False)
     dotted = f"{__name__}.doubling"
     for named in (dotted, f"{__name__}:doubling", {"qualname": dotted}, [{"qualname": dotted}]):
@@ -112,9 +124,14 @@ def test_a_request_may_choose_among_the_factories_of_its_recipe() -> None:
     none = SamplingParams(extra_args={"count": True, REQUESTED: []})
     first = First(CONFIG, torch.device("cpu"), False)
     first.update_state(BatchUpdate(2, [], [(0, only, [9], [1]), (1, none, [9], [1])], []))
-    assert torch.equal(first.apply(torch.ones(2, WIDTH)), torch.stack([expected([1], False), torch.ones(WIDTH)]))
+    assert torch.equal(
+        first.apply(torch.ones(2, WIDTH)), torch.stack([expected([1], False), torch.ones(WIDTH)])
+    )
     second = Second(CONFIG, SimpleNamespace())  # type: ignore[arg-type]
-    assert [second.add_request(slot, params) for slot, params in enumerate([only, none])] == [True, False]
+    assert [second.add_request(slot, params) for slot, params in enumerate([only, none])] == [
+        True,
+        False,
+    ]
 
 
 def test_a_processor_that_exits_raises_an_error_instead() -> None:
@@ -129,7 +146,9 @@ def test_a_processor_that_exits_raises_an_error_instead() -> None:
         process([], torch.ones(WIDTH))
 
 
-@pytest.mark.parametrize("named", ["doubling", f"{__name__}:doublin", 7, [f"{__name__}:doubling", 7], {"a": 1}])
+@pytest.mark.parametrize(
+    "named", ["doubling", f"{__name__}:doublin", 7, [f"{__name__}:doubling", 7], {"a": 1}]
+)
 def test_a_librarys_request_with_a_wrong_name_is_refused_before_it_reaches_a_worker(named: Any) -> None:
     arguments = engine_arguments([f"{__name__}:doubling"], v2=False)
     with pytest.raises(ValueError, match="logits_processors names|must hold qualname alone"):
@@ -137,7 +156,7 @@ def test_a_librarys_request_with_a_wrong_name_is_refused_before_it_reaches_a_wor
 
 
 def test_a_librarys_request_names_one_processor_and_keeps_its_other_arguments() -> None:
-    """A text would otherwise match each processor whose name is a part of it."""
+    """Return a text would otherwise match each processor whose name is a part of it."""
     arguments = engine_arguments([f"{__name__}:doubling", f"{__name__}:counting"], v2=False)
     params = SamplingParams(extra_args={"count": True, REQUESTED: f"{__name__}.doubling"})
     exact = with_exact_names(params, arguments)
@@ -149,5 +168,7 @@ def test_an_engine_gives_every_request_exact_names() -> None:
     engine = object.__new__(Engine)
     engine.settings = SimpleNamespace(extra=engine_arguments([f"{__name__}:doubling"], v2=False))  # type: ignore[assignment]
     params = SamplingParams(extra_args={REQUESTED: "doublin"})
-    with pytest.raises(ValueError, match="logits_processors names 'doublin', but engine.logits_processors"):
+    with pytest.raises(
+        ValueError, match="logits_processors names 'doublin', but engine.logits_processors"
+    ):
         asyncio.run(anext(engine.submit({}, params, "request")))  # type: ignore[arg-type]

@@ -40,7 +40,11 @@ STRANGER = "import sys, ray; ray.init(sys.argv[1], logging_level='CRITICAL', log
 @pytest.mark.parametrize("imported", [[], ["ray"]], ids=["", "ray imported before"])
 def test_a_cluster_of_ones_own_is_on_loopback_and_ends_with_its_process(imported: list[str]) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", STARTED, *imported], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, "-c", STARTED, *imported],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
     ) as started:
         assert started.stdout is not None
         report = json.loads(started.stdout.readline())
@@ -48,7 +52,8 @@ def test_a_cluster_of_ones_own_is_on_loopback_and_ends_with_its_process(imported
         assert {address.removeprefix("::ffff:") for address in report["heard"]} == {"127.0.0.1"}
         assert report["others"] == ""
         command = [sys.executable, "-c", STRANGER, report["address"]]
-        near = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # else it looks for loopback on the network
+        # Else it looks for loopback on the network
+        near = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
         stranger = subprocess.run(command, capture_output=True, text=True, timeout=120, env=near)
         assert stranger.returncode and "AuthenticationError" in stranger.stderr
         started.kill()
@@ -59,14 +64,18 @@ def test_a_cluster_of_ones_own_is_on_loopback_and_ends_with_its_process(imported
         time.sleep(0.1)
 
 
-def test_a_cluster_of_ones_own_has_the_gpus_that_no_rank_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_of_ones_own_has_the_gpus_that_no_rank_trains_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import ray
 
     monkeypatch.setattr(ray, "init", lambda *_, **__: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5, 6")
     join_cluster(1, taken=2)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
-    with pytest.raises(ValueError, match="ranks train on all 1 GPUs here: start fewer ranks, or name a Ray cluster"):
+    with pytest.raises(
+        ValueError, match="ranks train on all 1 GPUs here: start fewer ranks, or name a Ray cluster"
+    ):
         join_cluster(1, taken=1)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     join_cluster(1, taken=1)

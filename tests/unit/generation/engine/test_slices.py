@@ -16,8 +16,10 @@ async def in_time(awaitable: Awaitable[None]) -> None:
     await asyncio.wait_for(awaitable, 60)
 
 
-async def grow(turnstile: Turnstile, slices: int, seen: list[int], unfinished: Unfinished | None = None) -> None:
-    """Grows one answer by so many slices, and appends the version of each to `seen`."""
+async def grow(
+    turnstile: Turnstile, slices: int, seen: list[int], unfinished: Unfinished | None = None
+) -> None:
+    """Grow one answer by so many slices, and append the version of each to `seen`."""
     unfinished = unfinished or answer()
     for _ in range(slices):
         async with turnstile.slice(unfinished) as (version, tokens):

@@ -46,7 +46,7 @@ print(json.dumps([os.getpid(), process.pid, int(core), int(child), memory, str(f
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Path]:
-    """A folder for a program, whose processes are killed at the end."""
+    """Yield a folder for a program, whose processes are killed at the end."""
     yield tmp_path
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -59,7 +59,9 @@ def start(folder: Path, text: str) -> "subprocess.Popen[str]":
     script.write_text(BEGINNING + text)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": "/tmp"}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, script], cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        [sys.executable, script], cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True
+    )
 
 
 def run(folder: Path, text: str) -> str:
@@ -71,12 +73,18 @@ def run(folder: Path, text: str) -> str:
 
 
 def gone(pids: list[int], paths: list[Path]) -> bool:
-    living = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    living = [
+        pid
+        for pid in pids
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]
     return not living and not any(path.exists() for path in paths)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_is_left_of_a_core_when_its_program_is_killed(scratch: Path, number: signal.Signals) -> None:
+def test_nothing_is_left_of_a_core_when_its_program_is_killed(
+    scratch: Path, number: signal.Signals
+) -> None:
     program = start(scratch, CORE + "time.sleep(1000)")
     assert program.stdout is not None
     _, *pids, memory, folder = json.loads(program.stdout.readline())

@@ -43,7 +43,7 @@ def engine() -> Engine:
 
 
 def run(engine: Engine, version: int | None = None, error: Exception | None = None) -> list[int | None]:
-    """Returns the versions held inside an update and after it."""
+    """Return the versions held inside an update and after it."""
     held: list[int | None] = []
 
     async def update() -> None:
@@ -98,15 +98,25 @@ def test_workers_tell_the_version_and_their_complaints_end_the_update(engine: An
     ("changes", "sentence"),
     [
         ({}, "on CPU an engine sleeps by its worker extension"),
-        ({"worker_extension": "sharding.nowhere.Extension"}, "worker_extension is 'sharding.nowhere.Extension', but"),
+        (
+            {"worker_extension": "sharding.nowhere.Extension"},
+            "worker_extension is 'sharding.nowhere.Extension', but",
+        ),
         ({"worker_extension": "nowhere.at_all.Extension"}, "there is no such module"),
         ({"worker_extension": "Extension"}, "name it as package.module.Class"),
-        ({"worker_extension": WORKER_EXTENSION, "worker_class": "sharding.nowhere.Worker"}, "worker_class is"),
+        (
+            {"worker_extension": WORKER_EXTENSION, "worker_class": "sharding.nowhere.Worker"},
+            "worker_class is",
+        ),
     ],
 )
-def test_classes_for_the_workers_are_looked_for_before_anything_starts(changes: dict[str, Any], sentence: str) -> None:
+def test_classes_for_the_workers_are_looked_for_before_anything_starts(
+    changes: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ValueError, match=sentence) as caught:
         check_worker_classes(replace(SETTINGS, **changes))
     assert len(str(caught.value)) < 300
     check_worker_classes(replace(SETTINGS, sleep=False))
-    check_worker_classes(replace(SETTINGS, worker_extension=WORKER_EXTENSION, worker_class=SHARING_WORKER))
+    check_worker_classes(
+        replace(SETTINGS, worker_extension=WORKER_EXTENSION, worker_class=SHARING_WORKER)
+    )

@@ -32,10 +32,14 @@ def test_an_engine_keeps_an_encoder_and_makes_no_video_as_it_starts(images: int)
     assert arguments["limit_mm_per_prompt"] == {"image": images or 1, "video": 0}
 
 
-def test_a_vllm_outside_of_the_supported_range_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_outside_of_the_supported_range_is_refused_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("HOTBUNK_ANY_VLLM", raising=False)  # which scripts/try_vllm.sh sets
     for version in ("0.8.5", "0.26.0", "0.31.9", "0.33.0", "1.0"):
-        with pytest.raises(ImportError, match=rf"vLLM {version} is installed, but vLLM 0\.32 is needed") as caught:
+        with pytest.raises(
+            ImportError, match=rf"vLLM {version} is installed, but vLLM 0\.32 is needed"
+        ) as caught:
             check_version(version)
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
     for version in ("0.32.0", "0.32.4+cpu", "0.1.dev1+g123", "unknown", None):
@@ -56,13 +60,17 @@ def test_an_engine_for_the_other_build_of_vllm_is_refused_with_both_remedies(
     check_build(CPU if cpu_build else CUDA)
 
 
-def test_engines_on_cuda_are_spawned_whatever_this_process_has_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_on_cuda_are_spawned_whatever_this_process_has_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     assert engine_environment(CUDA)["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert engine_environment(CUDA)["VLLM_WSL2_ENABLE_PIN_MEMORY"] == "1"
 
 
-def test_float32_attention_of_an_engine_on_cuda_is_not_rounded_to_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_attention_of_an_engine_on_cuda_is_not_rounded_to_tf32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Triton's cache knows the variable, so that no kernel compiled with another precision is used."""
     monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
     exact = replace(CUDA, dtype="float32")
@@ -93,15 +101,20 @@ def test_an_engine_on_cuda_never_allocates_expandable_segments(monkeypatch: pyte
         ({"deep_sleep": True, "device_indices": ()}, False, False),
     ],
 )
-def test_a_deep_sleep_is_of_graphs_and_of_several_devices(changes: dict, graphs: bool, communicators: bool) -> None:
+def test_a_deep_sleep_is_of_graphs_and_of_several_devices(
+    changes: dict, graphs: bool, communicators: bool
+) -> None:
     arguments = engine_arguments(replace(CUDA, **changes))
     assert arguments["sleep_mode_offload_cudagraph"] is graphs
     assert arguments["enable_nccl_comm_suspend"] is communicators
 
 
-def test_an_engine_on_cpu_keeps_a_bounded_number_of_compiled_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_on_cpu_keeps_a_bounded_number_of_compiled_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
-    assert int(engine_environment(CPU)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) < 1024  # what oneDNN keeps by itself
+    # What oneDNN keeps by itself
+    assert int(engine_environment(CPU)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) < 1024
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "5")
     assert engine_environment(CPU)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "5"
 
@@ -124,13 +137,13 @@ def test_engines_do_not_warn_that_triton_is_missing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TORCH_LOGS", "recompiles")  # the user's own stays
     environment = {**os.environ, **engine_environment(CPU)}
     assert environment["TORCH_LOGS"] == "recompiles,-torch._library.triton"
-    quiet = (
-        "import generation.engine.vllm_compat as c\nwith c._environment(c._quiet_environment()): import vllm.kernels"
-    )
+    quiet = "import generation.engine.vllm_compat as c\nwith c._environment(c._quiet_environment()): import vllm.kernels"
     # Where torch has brought Triton, vLLM says so before anything in a new process's environment could mute it.
     for code in [quiet] if find_spec("triton") else [quiet, "import vllm.kernels"]:
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120, check=True
+        )
         assert "Triton" not in done.stderr
 
 
@@ -163,11 +176,15 @@ def test_two_machines_with_one_home_have_caches_apart(monkeypatch: pytest.Monkey
     assert "/home/shared/node1" in roots and "/home/shared/node1/local_rank_7" in roots
 
 
-def test_the_environment_is_never_emptied_and_is_afterwards_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_never_emptied_and_is_afterwards_what_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import torch
 
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(type(os.environ), "clear", lambda _: pytest.fail("threads may read it meanwhile"))
+    monkeypatch.setattr(
+        type(os.environ), "clear", lambda _: pytest.fail("threads may read it meanwhile")
+    )
     before, attention = dict(os.environ), torch.backends.cuda.cudnn_sdp_enabled()
     with started_with(CUDA):
         assert "RANK" not in os.environ and os.environ["CUDA_VISIBLE_DEVICES"] == "0"

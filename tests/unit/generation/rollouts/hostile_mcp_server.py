@@ -10,13 +10,13 @@ NAMES = {"path": ["../../x"], "empty": [""], "twice": ["x", "x"], "large pages":
 
 
 def flood(text: str) -> None:
-    """Writes the text for ever."""
+    """Write the text for ever."""
     while True:
         os.write(1, text.encode())
 
 
 def say(request: dict, **result: object) -> None:
-    """Answers a request."""
+    """Answer a request."""
     os.write(1, json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}).encode() + b"\n")
 
 
@@ -25,7 +25,12 @@ if __name__ == "__main__":
         asked = json.loads(line)
         if asked["method"] == "initialize":
             version = asked["params"]["protocolVersion"]
-            say(asked, protocolVersion=version, capabilities={"tools": {}}, serverInfo={"name": "odd", "version": "1"})
+            say(
+                asked,
+                protocolVersion=version,
+                capabilities={"tools": {}},
+                serverInfo={"name": "odd", "version": "1"},
+            )
         elif asked["method"] == "tools/call":
             if asked["params"]["arguments"]:
                 flood("not JSON\n" * 1000)
@@ -33,7 +38,9 @@ if __name__ == "__main__":
         elif asked["method"] != "tools/list":
             if "id" in asked:
                 error = {"code": -32601, "message": "not here"}
-                os.write(1, json.dumps({"jsonrpc": "2.0", "id": asked["id"], "error": error}).encode() + b"\n")
+                os.write(
+                    1, json.dumps({"jsonrpc": "2.0", "id": asked["id"], "error": error}).encode() + b"\n"
+                )
         elif HOW == "silence":
             time.sleep(3600)
         elif HOW == "line":
@@ -44,5 +51,8 @@ if __name__ == "__main__":
             note = {"method": "notifications/message", "params": {"level": "info", "data": "x" * 1000}}
             flood(json.dumps({"jsonrpc": "2.0"} | note) + "\n")
         else:
-            tools = [{"name": name, "inputSchema": {"type": "object"}} for name in NAMES.get(HOW, [f"tool-{page}"])]
+            tools = [
+                {"name": name, "inputSchema": {"type": "object"}}
+                for name in NAMES.get(HOW, [f"tool-{page}"])
+            ]
             say(asked, tools=tools, **({"nextCursor": str(page)} if HOW.endswith("pages") else {}))

@@ -58,8 +58,13 @@ def test_the_same_arguments_give_the_same_bytes(folder: Path, tmp_path: Path) ->
 
 
 def test_the_recipes_follow_one_another() -> None:
-    start, agent = (load_config(ROOT / f"scripts/recipes/{name}.yaml", []) for name in ("calculator_sft", "calculator"))
+    start, agent = (
+        load_config(ROOT / f"scripts/recipes/{name}.yaml", [])
+        for name in ("calculator_sft", "calculator")
+    )
     assert str(start.run.folder / "model") == agent.model.path
     assert Path(start.data.path).parent == Path(agent.data.path).parent
-    assert agent.rollout.max_turns > 2 and agent.rollout.tools == ["scripts/examples/calculator.py:calculate"]
+    assert agent.rollout.max_turns > 2 and agent.rollout.tools == [
+        "scripts/examples/calculator.py:calculate"
+    ]
     assert (ROOT / agent.rollout.tools[0].partition(":")[0]).is_file()

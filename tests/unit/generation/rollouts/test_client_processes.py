@@ -71,7 +71,7 @@ def settings(tmp_path: Path) -> ClientCommand:
 
 
 def use(settings: ClientCommand, work: Callable[[ClientProcesses], Awaitable[Any]]) -> Any:
-    """Returns the result of `work` with a pool, which is closed afterwards and must leave no process."""
+    """Return the result of `work` with a pool, which is closed afterwards and must leave no process."""
 
     async def within() -> Any:
         pool = ClientProcesses(settings)
@@ -156,7 +156,7 @@ def test_at_most_one_episode_a_worker_runs_at_a_time(settings: ClientCommand) ->
 def test_a_hostile_client_costs_its_episode_only(
     settings: ClientCommand, monkeypatch: pytest.MonkeyPatch, kind: str, sentence: str
 ) -> None:
-    """The episodes before and after a hostile one, on the only worker, get their own answers."""
+    """Return the episodes before and after a hostile one, on the only worker, get their own answers."""
     monkeypatch.setattr(client_process, "LONGEST_LINE", 1 << 20)
     mark = f"mark {os.getpid()} {time.monotonic_ns()}"
 
@@ -200,7 +200,10 @@ def test_output_goes_to_a_log_that_does_not_fill_the_disk(
 
 def test_a_command_that_cannot_serve_is_reported(tmp_path: Path) -> None:
     for command, sentence in (
-        ([sys.executable, "-c", "raise SystemExit('who am I?')"], "ended with exit code 1 before .*: who am I?"),
+        (
+            [sys.executable, "-c", "raise SystemExit('who am I?')"],
+            "ended with exit code 1 before .*: who am I?",
+        ),
         ([str(tmp_path / "absent")], "absent cannot be started: No such file"),
     ):
         with pytest.raises(ClientError, match=sentence):

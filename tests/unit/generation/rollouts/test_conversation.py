@@ -28,7 +28,7 @@ REPLIES = st.lists(st.text(max_size=40), min_size=6, max_size=6)
 
 
 def agent(tokenizer: Any, replies: list[str], turns: int, **bounds: Any) -> Agent:
-    """Returns an agent that calls a tool in every answer except the last."""
+    """Return an agent that calls a tool in every answer except the last."""
     waiting = list(replies)
 
     def tool() -> str:
@@ -39,12 +39,14 @@ def agent(tokenizer: Any, replies: list[str], turns: int, **bounds: Any) -> Agen
 
 
 def test_a_turn_that_ends_with_a_stop_token_ends_once() -> None:
-    """The end of a turn need not be EOS: then it is one of the ids that end an answer."""
+    """Return the end of a turn need not be EOS: then it is one of the ids that end an answer."""
     tokenizer = QWEN3.tokenizer(eos="<|endoftext|>")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     sampling = SamplingSettings(100, stop_token_ids=[end, tokenizer.eos_token_id])
     rollout = RolloutSettings(1, sampling, policy_version=0, seed=1, step=2)
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], add_generation_prompt=True)["input_ids"]
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "?"}], add_generation_prompt=True
+    )["input_ids"]
     answer = tokenizer("360", add_special_tokens=False)["input_ids"]
     engine = ScriptedEngine(lambda ids, seed: [*answer, end])
     llm = PolicyLLM(engine, tokenizer, rollout, 0, 0, prompt)  # type: ignore[arg-type]
@@ -62,14 +64,21 @@ def test_a_turn_that_ends_with_a_stop_token_ends_once() -> None:
     assert second[: len(first) + 4] == [*first, *answer, end]
     following = "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(second[len(first) + 4 :]) == following
-    assert [token for token, trained in zip(done.response_ids, done.loss_mask, strict=True) if trained] == [
-        *answer, end, *answer, end,
-    ]  # fmt: skip
+    assert [
+        token for token, trained in zip(done.response_ids, done.loss_mask, strict=True) if trained
+    ] == [
+        *answer,
+        end,
+        *answer,
+        end,
+    ]
 
 
 @limits(max_examples=60, deadline=None)
 @given(ANSWERS, REPLIES)
-def test_every_prompt_begins_with_all_ids_before_it(answers: list[list[int]], replies: list[str]) -> None:
+def test_every_prompt_begins_with_all_ids_before_it(
+    answers: list[list[int]], replies: list[str]
+) -> None:
     sampled = iter(answers)
     engine = ScriptedEngine(lambda ids, seed: next(sampled))
     tokenizer = Counting(TOKENIZER)
@@ -95,13 +104,16 @@ def test_every_prompt_begins_with_all_ids_before_it(answers: list[list[int]], re
 
 
 def test_text_after_an_answer_is_that_of_the_chat_template() -> None:
-    """Turns rendered one by one equal the whole conversation rendered at once."""
+    """Turn rendered one by one equal the whole conversation rendered at once."""
     engine = ScriptedEngine(lambda ids, seed: spelled(TOKENIZER, "hello"))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "hello"}]
     added = [{"role": "tool", "content": "<the answer> hello"}, {"role": "user", "content": "b"}]
-    conversation = TOKENIZER.apply_chat_template([*messages, *added], tokenize=False, add_generation_prompt=True)
+    conversation = TOKENIZER.apply_chat_template(
+        [*messages, *added], tokenize=False, add_generation_prompt=True
+    )
     start = TOKENIZER.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
-    for ending, cut in ((True, 1000), (False, 5)):  # ended by itself, or cut: the template's end comes once
+    for ending, cut in ((True, 1000), (False, 5)):
+        # ended by itself, or cut: the template's end comes once
 
         async def talk(limit: int = cut) -> list[int]:
             chat = handle(engine, TOKENIZER, TOKENIZER(start)["input_ids"]).conversation()
@@ -115,11 +127,13 @@ def test_text_after_an_answer_is_that_of_the_chat_template() -> None:
 
 def test_a_template_that_hides_answers_is_named() -> None:
     with pytest.raises(ValueError, match="does not render an assistant's answer unchanged"):
-        encode_following(small_tokenizer("{{ messages[-1].content }}"), [{"role": "user", "content": "x"}], {})
+        encode_following(
+            small_tokenizer("{{ messages[-1].content }}"), [{"role": "user", "content": "x"}], {}
+        )
 
 
 def test_pad_and_end_in_one_and_tools_that_say_them() -> None:
-    """The mask depends on positions alone, through to the trainer's sample, also where pad and end are one token and
+    """Return the mask depends on positions alone, through to the trainer's sample, also where pad and end are one token and
     tools return it.
     """
     tokenizer = merging_tokenizer(pad_is_eos=True)
@@ -130,7 +144,11 @@ def test_pad_and_end_in_one_and_tools_that_say_them() -> None:
     assert done.loss_mask[:4] == [1, 1, 1, 1] and done.loss_mask[-1] == 1
     assert sum(done.loss_mask) == 5 and done.response_ids.count(END) > 3
     sample = to_sample(done)
-    assert sample.loss_mask == [0, 0, *done.loss_mask] and sample.engine_logprobs == [0.0, 0.0, *done.logprobs]
+    assert sample.loss_mask == [0, 0, *done.loss_mask] and sample.engine_logprobs == [
+        0.0,
+        0.0,
+        *done.logprobs,
+    ]
 
 
 def test_the_response_budget_is_what_the_context_leaves() -> None:
@@ -141,10 +159,12 @@ def test_the_response_budget_is_what_the_context_leaves() -> None:
 
 @pytest.mark.parametrize("max_tokens", [100_000, 50])
 def test_a_huge_reply_ends_its_episode_or_is_cut_and_affects_no_other(max_tokens: int) -> None:
-    """A reply of 70,000 characters exceeds the context, or is first cut to 50 tokens."""
+    """Return a reply of 70,000 characters exceeds the context, or is first cut to 50 tokens."""
     engine = ScriptedEngine(lambda ids, seed: [7, END], max_model_len=400)
     one = agent(TOKENIZER, ["x" * 70_000, "short", "short"], 2, max_tokens=max_tokens)
-    results = sorted(run(engine, tool_rollout(one), [[5], [6], [7]], TOKENIZER), key=lambda t: t.prompt_index)
+    results = sorted(
+        run(engine, tool_rollout(one), [[5], [6], [7]], TOKENIZER), key=lambda t: t.prompt_index
+    )
     assert [t.error for t in results] == ["", "", ""]
     assert all(len(t.prompt_ids + t.response_ids) <= 400 for t in results)
     reasons = [t.finish_reason for t in results]
@@ -158,16 +178,25 @@ def test_a_huge_reply_ends_its_episode_or_is_cut_and_affects_no_other(max_tokens
 
 
 def test_an_unfinished_call_of_a_cut_answer_is_not_an_error() -> None:
-    """A truncated answer is not replied to as a mistake; its tokens stay, and the episode says why it ended."""
+    """Return a truncated answer is not replied to as a mistake; its tokens stay, and the episode says why it ended."""
     engine = ScriptedEngine(lambda ids, seed: [7] * 50, max_model_len=30)
     (done,) = run(engine, tool_rollout(agent(TOKENIZER, [], 5)), [[5, 6]], TOKENIZER)
-    assert (done.finish_reason, done.turns, done.response_ids, done.metrics) == ("length", 1, [7] * 28, {})
+    assert (done.finish_reason, done.turns, done.response_ids, done.metrics) == (
+        "length",
+        1,
+        [7] * 28,
+        {},
+    )
 
 
 def test_seeds_depend_on_the_place_and_the_number_of_the_call() -> None:
     engine = ScriptedEngine(lambda ids, seed: [7, END])
     run(engine, tool_rollout(agent(TOKENIZER, ["a", "b"], 3)), [[5]], TOKENIZER)
-    assert engine.seeds == [sample_seed(1, 2, 0, 0), sample_seed(1, 2, 0, 0, 1), sample_seed(1, 2, 0, 0, 2)]
+    assert engine.seeds == [
+        sample_seed(1, 2, 0, 0),
+        sample_seed(1, 2, 0, 0, 1),
+        sample_seed(1, 2, 0, 0, 2),
+    ]
     assert len(set(engine.seeds)) == 3
 
 

@@ -22,7 +22,7 @@ ASKED = [[{"role": "user", "content": "Play."}]]
 def play(
     cls: type, answers: list[str], row: dict[str, Any] | None = None, turns: int = 16, **kwargs: Any
 ) -> tuple[Trajectory, str]:
-    """Returns the trajectory of an episode with these answers, and all of its text."""
+    """Return the trajectory of an episode with these answers, and all of its text."""
     left = [say(answer) for answer in answers]
     function = environment_rollout(environment_class(cls, kwargs), kwargs, agent(turns=turns))
     engine = ScriptedEngine(lambda ids, seed: left.pop(0))
@@ -53,7 +53,7 @@ def test_gymnasium_with_actions_as_tools() -> None:
 
 
 def test_gymnasium_with_answers_as_actions() -> None:
-    """Answers are read as numbers for named actions and as lists for a box; observations are written as JSON."""
+    """Answer are read as numbers for named actions and as lists for a box; observations are written as JSON."""
     pytest.importorskip("gymnasium", reason="gymnasium is not installed")
     from generation.rollouts.environments.gymnasium import GymText
 
@@ -72,7 +72,7 @@ def test_gymnasium_with_answers_as_actions() -> None:
 
 @pytest.fixture
 def walk() -> Iterator[list[str]]:
-    """`Walk-v0`: a half for each step, three of which are all there are; what it notes of its end."""
+    """Yield `Walk-v0`: a half for each step, three of which are all there are; what it notes of its end."""
     gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed")
     import numpy as np
 
@@ -82,7 +82,9 @@ def walk() -> Iterator[list[str]]:
         def __init__(self, plane: bool = False) -> None:
             spaces = gymnasium.spaces
             self.action_space = spaces.Box(-1, 1, (2,)) if plane else spaces.Discrete(2, start=1)
-            self.observation_space = spaces.Dict({"at": spaces.Box(-9, 9, (1,)), "noise": spaces.Discrete(1000)})
+            self.observation_space = spaces.Dict(
+                {"at": spaces.Box(-9, 9, (1,)), "noise": spaces.Discrete(1000)}
+            )
 
         def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
             super().reset(seed=seed)
@@ -105,7 +107,7 @@ def walk() -> Iterator[list[str]]:
 
 
 def test_gymnasium_with_numbered_actions_options_and_a_limit_of_steps(walk: list[str]) -> None:
-    """Rewards of the calls of one turn add up, action numbers may begin elsewhere than at 0, and NumPy is written as
+    """Return rewards of the calls of one turn add up, action numbers may begin elsewhere than at 0, and NumPy is written as
     JSON.
     """
     import gymnasium
@@ -116,12 +118,19 @@ def test_gymnasium_with_numbered_actions_options_and_a_limit_of_steps(walk: list
     row = {"seed": 7, "options": {"at": 5}}
     moves = [act(action="second") + act(action="first"), act(action=2), act(action=1), "done"]
     trajectory, text = play(Gym, moves, row, id="Walk-v0", actions=["first", "second"])
-    assert f'{{"at": [5.0], "noise": {noise}}}' in text and trajectory.turn_rewards == [1.0, 0.5, 0.0, 0.0]
+    assert f'{{"at": [5.0], "noise": {noise}}}' in text and trajectory.turn_rewards == [
+        1.0,
+        0.5,
+        0.0,
+        0.0,
+    ]
     assert all(f'{{"at": [{at}.0], ' in text for at in (7, 8, 10)) and '"at": [11' not in text
     assert "It is over already." in text and walk == ["closed"]
     answers = ["not [-0.5, -0.5] but [0.5, 0.25]", "[9, 9]", "[0, 0]"]
     trajectory, text = play(GymText, answers, turns=3, id="Walk-v0", plane=True)
-    assert '{"at": [0.75], ' in text and "[9, 9] is not an action; there are: Box(-1.0, 1.0, (2,)" in text
+    assert (
+        '{"at": [0.75], ' in text and "[9, 9] is not an action; there are: Box(-1.0, 1.0, (2,)" in text
+    )
     assert trajectory.turn_rewards == [0.5, 0.0, 0.5] and len(walk) == 2
 
 
@@ -151,7 +160,7 @@ def test_textarena_alone_and_against_an_opponent(tmp_path: Path) -> None:
 
 @contextmanager
 def serving(environment: type) -> Iterator[str]:
-    """Yields the address of an OpenEnv server."""
+    """Yield the address of an OpenEnv server."""
     from ecosystem.openenv_server import server as make_server
 
     with socket.socket() as taken:
@@ -187,7 +196,11 @@ def test_openenv_by_tools_and_by_text() -> None:
         assert trajectory.reward == pytest.approx(1.2) and "12 so far\nIt is over." in text
         assert "It is over already." in text
         trajectory, text = play(OpenEnvText, ["3", "8"], url=url)
-        assert trajectory.reward == pytest.approx(1.1) and trajectory.finish_reason == "stop" and "3 so far" in text
+        assert (
+            trajectory.reward == pytest.approx(1.1)
+            and trajectory.finish_reason == "stop"
+            and "3 so far" in text
+        )
 
 
 def test_an_observation_of_openenv_is_its_only_text_or_else_json() -> None:
@@ -195,11 +208,16 @@ def test_an_observation_of_openenv_is_its_only_text_or_else_json() -> None:
     from generation.rollouts.environments import openenv
 
     observations = [{"text": "né"}, {"text": "né", "count": 1}, {"count": 1}, ["a"]]
-    assert list(map(openenv._text, observations)) == ["né", '{"text": "né", "count": 1}', '{"count": 1}', '["a"]']
+    assert list(map(openenv._text, observations)) == [
+        "né",
+        '{"text": "né", "count": 1}',
+        '{"count": 1}',
+        '["a"]',
+    ]
 
 
 def together(function: Any, answers: dict[str, list[str]]) -> dict[str, Trajectory]:
-    """Returns the trajectories of concurrent episodes, by the word in their prompt."""
+    """Return the trajectories of concurrent episodes, by the word in their prompt."""
     left = {word: [say(answer) for answer in texts] for word, texts in answers.items()}
 
     def next_answer(ids: list[int], seed: int) -> list[int]:
@@ -213,7 +231,7 @@ def together(function: Any, answers: dict[str, list[str]]) -> dict[str, Trajecto
 
 
 def test_a_hostile_openenv_server_costs_its_episode_only() -> None:
-    """A server that hangs, fails or closes fails one episode; a late answer is not taken for that of the next
+    """Return a server that hangs, fails or closes fails one episode; a late answer is not taken for that of the next
     action.
     """
     pytest.importorskip("openenv.core", reason="openenv-core is not installed")
@@ -248,7 +266,7 @@ def test_a_hostile_openenv_server_costs_its_episode_only() -> None:
 
 
 def test_rewards_that_are_not_finite_cost_their_episode_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reward of NaN fails its episode: JSON has no NaN, but Python's parser accepts it."""
+    """Return a reward of NaN fails its episode: JSON has no NaN, but Python's parser accepts it."""
     pytest.importorskip("openenv.core", reason="openenv-core is not installed")
     from ecosystem.openenv_server import Adding
     from openenv.core.generic_client import GenericEnvClient
@@ -262,10 +280,16 @@ def test_rewards_that_are_not_finite_cost_their_episode_only(monkeypatch: pytest
         return heard(self, payload | {"reward": reward})
 
     monkeypatch.setattr(GenericEnvClient, "_parse_result", odd)
-    answers = {"odd": [act(action={"message": "1"}), "done"], "well": [act(action={"message": "3"}), "done"]}
+    answers = {
+        "odd": [act(action={"message": "1"}), "done"],
+        "well": [act(action={"message": "3"}), "done"],
+    }
     with serving(Adding) as url:
         done = together(environment_rollout(OpenEnv, {"url": url}, agent()), answers)
-    assert "OpenEnv.turn_reward returned, in turn 1, nan, which is not a finite float32" in done["odd"].error
+    assert (
+        "OpenEnv.turn_reward returned, in turn 1, nan, which is not a finite float32"
+        in done["odd"].error
+    )
     assert done["well"].error == "" and done["well"].reward == pytest.approx(0.3)
 
 

@@ -62,14 +62,14 @@ class Shop:
         return f"Hello {customer}."
 
     async def buy(self, item: str) -> str:
-        """Puts one item into the basket."""
+        """Put one item into the basket."""
         await asyncio.sleep(0.05 if item == "pear" else 0)
         self.items.append(item)
         return f"{self.customer} has {', '.join(self.items)}"
 
     @staticmethod
     def help() -> str:
-        """Lists the goods on offer."""
+        """List the goods on offer."""
         return "apples"
 
     def turn_reward(self) -> float:
@@ -85,7 +85,9 @@ class Shop:
 
 
 def buy(*items: str) -> list[int]:
-    calls = (f'<tool_call>{{"name": "buy", "arguments": {{"item": "{item}"}}}}</tool_call>' for item in items)
+    calls = (
+        f'<tool_call>{{"name": "buy", "arguments": {{"item": "{item}"}}}}</tool_call>' for item in items
+    )
     return say("".join(calls))
 
 
@@ -108,7 +110,9 @@ def test_a_function_that_makes_environments_is_accepted_like_their_class() -> No
     assert trial.closed
     answers = [buy("fig"), say("ok")]
     function = environment_rollout(cls, {}, agent(), factory)
-    (trajectory,) = run(ScriptedEngine(lambda *_: answers.pop(0)), function, [[5]], TOKENIZER, rows=[{"customer": "A"}])
+    (trajectory,) = run(
+        ScriptedEngine(lambda *_: answers.pop(0)), function, [[5]], TOKENIZER, rows=[{"customer": "A"}]
+    )
     assert trajectory.reward_parts["paid"] == 3.0 and Shop.made[1].closed
     with pytest.raises(ValueError, match="method reset"):
         environment_class(dict, {})
@@ -132,7 +136,9 @@ def test_environments_have_state_rewards_and_an_end_of_their_own() -> None:
     assert all(f'"name": "{name}"' in prompt for name in ("add", "buy", "help"))
     text = TOKENIZER.decode(ann.response_ids)
     assert "Ann has pear<" in text and "Ann has pear, fig<" in text  # in order: they share the object
-    assert "Bob has nut, egg" in TOKENIZER.decode(bob.response_ids) and "Ann" not in TOKENIZER.decode(bob.response_ids)
+    assert "Bob has nut, egg" in TOKENIZER.decode(bob.response_ids) and "Ann" not in TOKENIZER.decode(
+        bob.response_ids
+    )
     assert ann.turn_rewards == [-0.1, -0.1] and ann.reward == pytest.approx(4.0 - 0.2)
     assert bob.turn_rewards == [-0.1] * 3 and bob.reward == pytest.approx(4.0 + 1.0 - 0.3)
     assert bob.reward_parts == {"environment": bob.reward, "paid": 4.0, "polite": 1.0}
@@ -153,12 +159,19 @@ def test_an_environment_that_fails_is_closed_and_fails_alone() -> None:
     Shop.made.clear()
     engine = ScriptedEngine(lambda ids, seed: say("ok"))
     rows = [{"customer": "Ann"}, {"customer": "Bob"}, {}]
-    results = run(engine, environment_rollout(Moody, {"price": 1.0}, agent()), [[5], [6], [7]], TOKENIZER, rows=rows)
+    results = run(
+        engine,
+        environment_rollout(Moody, {"price": 1.0}, agent()),
+        [[5], [6], [7]],
+        TOKENIZER,
+        rows=rows,
+    )
     errors = {t.prompt_index: t.error for t in results}
     assert errors[0] == "" and errors[1] == "OSError: closed today" and "customer" in errors[2]
     assert [shop.closed for shop in Shop.made] == [True] * 3
     plain = next(t for t in results if t.prompt_index == 0)
-    assert TOKENIZER.decode(plain.prompt_ids[1:]) == "Hello Ann."  # no messages: text behind the prompt's ids
+    # No messages: text behind the prompt's ids
+    assert TOKENIZER.decode(plain.prompt_ids[1:]) == "Hello Ann."
 
 
 def multiply(x, y):
@@ -196,30 +209,46 @@ class StoppingEngine(ScriptedEngine):
 def test_the_threads_two_prompts_give_906_and_305() -> None:
     calls = {5: "<function> multiply(3, 302) </function>", 6: "<function> add(3, 302) </function>"}
     after = ". Can I assist with anything else?"
-    engine = StoppingEngine({prompt: say(text, end=False) + say(after) for prompt, text in calls.items()})
-    results = sorted(run(engine, inline_rollout(inline()), [[5], [6]], TOKENIZER), key=lambda t: t.prompt_index)
+    engine = StoppingEngine(
+        {prompt: say(text, end=False) + say(after) for prompt, text in calls.items()}
+    )
+    results = sorted(
+        run(engine, inline_rollout(inline()), [[5], [6]], TOKENIZER), key=lambda t: t.prompt_index
+    )
     for done, result in zip(results, ("906.0", "305.0"), strict=True):
         call = calls[done.prompt_ids[0]]
         text = TOKENIZER.decode(done.response_ids, skip_special_tokens=True)
         assert text == f"{call}<result>{result}</result>{after}"
-        sampled_ids = [token for token, mask in zip(done.response_ids, done.loss_mask, strict=True) if mask]
+        sampled_ids = [
+            token for token, mask in zip(done.response_ids, done.loss_mask, strict=True) if mask
+        ]
         assert sampled_ids == say(call, end=False) + say(after)
         assert (done.turns, done.answer_start, done.finish_reason) == (2, 0, "stop")
 
 
 def test_a_recipe_may_name_other_tags() -> None:
-    """The recipe names the default tags of the thread's class, which differ from those in its printed example."""
-    tags = {"start": " <function>", "end": " </function>", "result_start": "<results>", "result_end": "</results>"}
+    """Return the recipe names the default tags of the thread's class, which differ from those in its printed example."""
+    tags = {
+        "start": " <function>",
+        "end": " </function>",
+        "result_start": "<results>",
+        "result_end": "</results>",
+    }
     rollout = {"tools": [f"{__name__}:multiply"], "tool_parser": "inline", "inline_tags": tags}
-    config = TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, "rollout": rollout})
+    config = TrainConfig.model_validate(
+        {"model": {"path": "m"}, "data": {"path": "d"}, "rollout": rollout}
+    )
     function = RolloutLevel(config, TOKENIZER).function
     assert function is not None
     call, after = "say <function> multiply(3, 302) </function>", ". More?"
     (done,) = run(StoppingEngine({5: say(call, end=False) + say(after)}), function, [[5]], TOKENIZER)
-    assert TOKENIZER.decode(done.response_ids, skip_special_tokens=True) == f"{call}<results>906.0</results>{after}"
-    assert list(TrainConfig.model_validate(config.model_dump(include={"model", "data"})).rollout.inline_tags) == [
-        (name, getattr(InlineTags(), name)) for name in tags
-    ]
+    assert (
+        TOKENIZER.decode(done.response_ids, skip_special_tokens=True)
+        == f"{call}<results>906.0</results>{after}"
+    )
+    assert list(
+        TrainConfig.model_validate(config.model_dump(include={"model", "data"})).rollout.inline_tags
+    ) == [(name, getattr(InlineTags(), name)) for name in tags]
 
 
 def test_a_tag_is_found_however_it_tokenises() -> None:
@@ -232,19 +261,29 @@ def test_a_tag_is_found_however_it_tokenises() -> None:
     for _ in range(1000):
         before = "".join(rng.choice("he<lo /function>x ") for _ in range(rng.randrange(12)))
         text = f"<function>{before}{tag}"
-        ids = TOKENIZER(text, add_special_tokens=False)["input_ids"] if rng.random() < 0.5 else say(text, end=False)
+        ids = (
+            TOKENIZER(text, add_special_tokens=False)["input_ids"]
+            if rng.random() < 0.5
+            else say(text, end=False)
+        )
         spoken: list[int] = []
         while pending_call(TOKENIZER.decode(spoken), InlineTags()) is None:
             spoken.append(ids[len(spoken)])
         missed_by_ids += spoken[-len(tag_ids) :] != tag_ids
         call_text = pending_call(TOKENIZER.decode(spoken), InlineTags())
-        assert call_text is not None and call_text == TOKENIZER.decode(spoken)[: -len(tag)].rpartition("<function>")[2]
+        assert (
+            call_text is not None
+            and call_text == TOKENIZER.decode(spoken)[: -len(tag)].rpartition("<function>")[2]
+        )
     assert missed_by_ids > 300
-    assert pending_call("2</function>", InlineTags()) == "" and pending_call("<function>2", InlineTags()) is None
+    assert (
+        pending_call("2</function>", InlineTags()) == ""
+        and pending_call("<function>2", InlineTags()) is None
+    )
 
 
 def test_interleaved_trajectories_never_see_each_others_calls() -> None:
-    """A hundred concurrent trajectories get the results of their own calls; a shared buffer would mix them up (the
+    """Return a hundred concurrent trajectories get the results of their own calls; a shared buffer would mix them up (the
     thread's second report).
     """
     texts = {p: [f"<function>multiply({p}, {k})</function>" for k in (2, 3, 4)] for p in range(5, 105)}
@@ -262,10 +301,14 @@ def test_interleaved_trajectories_never_see_each_others_calls() -> None:
 def test_mistakes_in_inline_calls_become_text_within_limits() -> None:
     text = "<function>divide(1)</function>a</function><function>1+</function><function>multiply(1)</function>"
     engine = StoppingEngine({5: say(text), 6: say("<function>multiply(2, 2)</function>" * 9)})
-    one, two = sorted(run(engine, inline_rollout(inline(5)), [[5], [6]], TOKENIZER), key=lambda t: t.prompt_index)
+    one, two = sorted(
+        run(engine, inline_rollout(inline(5)), [[5], [6]], TOKENIZER), key=lambda t: t.prompt_index
+    )
     transcript = TOKENIZER.decode(one.response_ids)
     assert "<result>Error: Unknown function divide</result>" in transcript
-    assert transcript.count("cannot be read as a call") == 2 and "multiply: y: Field required" in transcript
+    assert (
+        transcript.count("cannot be read as a call") == 2 and "multiply: y: Field required" in transcript
+    )
     assert one.metrics["tools/errors"] == 4
     assert (two.finish_reason, two.metrics["tools/calls"]) == ("max_turns", 4.0)
     assert parse_inline("f(1, x='a', y=[2, True])") == ToolCall("f", {"x": "a", "y": [2, True]}, (1.0,))

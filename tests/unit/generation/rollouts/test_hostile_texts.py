@@ -26,26 +26,96 @@ from tests.support.scripted import ScriptedEngine, merging_tokenizer, run, spell
 
 TOKENIZER = merging_tokenizer()
 VALUES = [
-    "1", "-2.5", "9" * 400, "9" * 5000, "1e999", "-1e400", "NaN", "Infinity", "true", "None", "1j", "0x" + "f" * 300,
-    "''", '"a"', "'''", '"\\ud800"', "b'x'", "\x00", "\ud800", "é", "f'{x}'", "lambda: 1", "x", "*[1]", "**{}", "...",
-    "{[]: 1}", "{{}}", "{1: {2}}", "{(): []}", "[1, [2]]", "(1,)", "[" * 90, "[" * 300 + "]" * 300, "-" * 5000 + "1",
-    "{" * 3000, '{"a":' * 2000, "[" * 20000, "not " * 3000 + "1", "10**10**10", "__import__('os')", "1_0",
-]  # fmt: skip
+    "1",
+    "-2.5",
+    "9" * 400,
+    "9" * 5000,
+    "1e999",
+    "-1e400",
+    "NaN",
+    "Infinity",
+    "true",
+    "None",
+    "1j",
+    "0x" + "f" * 300,
+    "''",
+    '"a"',
+    "'''",
+    '"\\ud800"',
+    "b'x'",
+    "\x00",
+    "\ud800",
+    "é",
+    "f'{x}'",
+    "lambda: 1",
+    "x",
+    "*[1]",
+    "**{}",
+    "...",
+    "{[]: 1}",
+    "{{}}",
+    "{1: {2}}",
+    "{(): []}",
+    "[1, [2]]",
+    "(1,)",
+    "[" * 90,
+    "[" * 300 + "]" * 300,
+    "-" * 5000 + "1",
+    "{" * 3000,
+    '{"a":' * 2000,
+    "[" * 20000,
+    "not " * 3000 + "1",
+    "10**10**10",
+    "__import__('os')",
+    "1_0",
+]
 MARKS = [
-    "<tool_call>", "</tool_call>", "<tool_calls>", '"name"', '"arguments"', '"add"', '"keep"', "[TOOL_CALLS]",
-    "<function=add>", "</function>", "<parameter=x>", "</parameter>", "functools[", "<|python_tag|>", "<|tool_call|>",
-    "<tool_call>add", "<arg_key>x</arg_key>", "<arg_value>", '<invoke name="add">', "```json", "{", "}", "[", "]", ",",
-    "(", ")", ":", "=", "\n", "add(", "keep(", "x=", "\\u0000", "\\ud800", "  ",
-]  # fmt: skip
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_calls>",
+    '"name"',
+    '"arguments"',
+    '"add"',
+    '"keep"',
+    "[TOOL_CALLS]",
+    "<function=add>",
+    "</function>",
+    "<parameter=x>",
+    "</parameter>",
+    "functools[",
+    "<|python_tag|>",
+    "<|tool_call|>",
+    "<tool_call>add",
+    "<arg_key>x</arg_key>",
+    "<arg_value>",
+    '<invoke name="add">',
+    "```json",
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    "(",
+    ")",
+    ":",
+    "=",
+    "\n",
+    "add(",
+    "keep(",
+    "x=",
+    "\\u0000",
+    "\\ud800",
+    "  ",
+]
 
 
 def add(x: float, y: float = 1.0) -> float:
-    """The sum."""
+    """Return the sum."""
     return x + y
 
 
 def keep(x: Any) -> Any:
-    """The same thing again."""
+    """Return the same thing again."""
     return x
 
 
@@ -57,7 +127,9 @@ def inline(rng: random.Random) -> str:
 
 def in_json(rng: random.Random) -> str:
     name = json.dumps(rng.choice(("add", "keep", "\ud800", "\x00", "n" * 9999)))
-    arguments = rng.choice((f'{{"x": {rng.choice(VALUES)}}}', rng.choice(VALUES), json.dumps(rng.choice(VALUES))))
+    arguments = rng.choice(
+        (f'{{"x": {rng.choice(VALUES)}}}', rng.choice(VALUES), json.dumps(rng.choice(VALUES)))
+    )
     call = f'{{"name": {rng.choice((name, rng.choice(VALUES)))}, "arguments": {arguments}}}'
     cut = rng.choice((len(call), rng.randrange(len(call))))
     return f"<tool_call>{call[:cut]}</tool_call>"
@@ -73,11 +145,12 @@ def replies(calls: list[ToolCall]) -> list[Any]:
 
 
 def answered(parse: Callable[[str], list[ToolCall]], texts: list[str]) -> int:
-    """Returns the number of calls in these texts, each of which must get a reply that can be spelled in tokens."""
+    """Return the number of calls in these texts, each of which must get a reply that can be spelled in tokens."""
     calls = [call for text in texts for call in parse(text)]
     for reply in replies(calls):
         assert isinstance(reply, str) and reply.encode().decode() == reply
-    assert all(call.name.encode().decode() == call.name for call in calls)  # some chat templates render it
+    # Some chat templates render it
+    assert all(call.name.encode().decode() == call.name for call in calls)
     return len(calls)
 
 
@@ -96,22 +169,29 @@ def test_an_episode_of_inline_calls_outlives_its_own_texts() -> None:
     answers = [f"<function>{text}</function>" for text in texts]
     queue = [spelled(TOKENIZER, text) for text in [*answers, "done"]]
     agent = Agent(ToolRunner(ToolLimits(), TOKENIZER), parse_hermes, 8, tools_by_name([make_tool(add)]))
-    (trajectory,) = run(ScriptedEngine(lambda ids, seed: queue.pop(0)), inline_rollout(agent), [[5]], TOKENIZER)
+    (trajectory,) = run(
+        ScriptedEngine(lambda ids, seed: queue.pop(0)), inline_rollout(agent), [[5]], TOKENIZER
+    )
     assert trajectory.error == "" and trajectory.metrics["tools/errors/malformed"] == 2
     assert "<result>3.0</result>" in TOKENIZER.decode(trajectory.response_ids)
 
 
 def test_every_call_in_json_gets_a_reply() -> None:
     rng = random.Random(1)
-    assert answered(parse_hermes, [in_json(rng) for _ in range(3500)] + [mixed(rng) for _ in range(500)]) > 3500
+    assert (
+        answered(parse_hermes, [in_json(rng) for _ in range(3500)] + [mixed(rng) for _ in range(500)])
+        > 3500
+    )
     assert named_call("\ud800", {}).name == "?"
 
 
 def test_no_text_fails_a_parser_of_vllm_that_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # vLLM logs a traceback for each text
+    # vLLM logs a traceback for each text
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
     rng = random.Random(2)
     texts = [mixed(rng) for _ in range(40)] + [in_json(rng)[:2000] for _ in range(20)]
-    texts = [text for text in texts if len(text) < 3000]  # some of vLLM's expressions take minutes for longer ones
+    # Some of vLLM's expressions take minutes for longer ones
+    texts = [text for text in texts if len(text) < 3000]
     chosen = []
     for name in ToolParserManager.list_registered():
         try:

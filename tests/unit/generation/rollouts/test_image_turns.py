@@ -1,4 +1,4 @@
-"""Turns with images: their places in the ids equal those in one expansion of the whole conversation."""
+"""Turn with images: their places in the ids equal those in one expansion of the whole conversation."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +29,13 @@ class Looking(ScriptedEngine):
         self.seen: list[tuple[tuple[Image, ...], Spans]] = []
 
     async def complete(
-        self, prompt_ids: list[int], sampling: Any, *, images: Any = (), image_spans: Spans = (), **place: Any
+        self,
+        prompt_ids: list[int],
+        sampling: Any,
+        *,
+        images: Any = (),
+        image_spans: Spans = (),
+        **place: Any,
     ) -> Generation:
         self.seen.append((tuple(images), image_spans))
         return await super().complete(prompt_ids, sampling, **place)
@@ -58,20 +64,29 @@ def user(*parts: str) -> dict[str, Any]:
 def episode(
     processor: ImageProcessor, answer_ids: list[int], environment: bool = True, **rules: Any
 ) -> tuple[Trajectory, Looking]:
-    """Returns the trajectory and the engine of a row with an image and two turns with the same answer."""
+    """Return the trajectory and the engine of a row with an image and two turns with the same answer."""
     tokenizer, messages = processor.tokenizer, [user("", "what?")]
-    agent = Agent(ToolRunner(ToolLimits(images=True), tokenizer), call_parser("hermes", tokenizer), 2, {}, False)
+    agent = Agent(
+        ToolRunner(ToolLimits(images=True), tokenizer), call_parser("hermes", tokenizer), 2, {}, False
+    )
     ids, spans = processor.expand(messages, PICTURES[:1])
     stored = StoredImage(lambda: picture(*SIZES[0]), PICTURES[0].digest, PICTURES[0].size)
     engine = Looking(lambda prompt, seed: answer_ids)
     function = environment_rollout(Gallery, {}, agent) if environment else one_shot
     image_rules = ImageRules(processor, **({"most": 3} | rules))
-    options = {"rows": [{}], "messages": [messages], "images": [([stored], spans)], "image_rules": image_rules}
+    options = {
+        "rows": [{}],
+        "messages": [messages],
+        "images": [([stored], spans)],
+        "image_rules": image_rules,
+    }
     [trajectory] = run(engine, function, [ids], tokenizer, **options)
     return trajectory, engine
 
 
-def test_images_of_all_turns_stand_where_one_expansion_of_the_conversation_has_them(processor: ImageProcessor) -> None:
+def test_images_of_all_turns_stand_where_one_expansion_of_the_conversation_has_them(
+    processor: ImageProcessor,
+) -> None:
     answer_ids = processor.tokenizer("a star<|im_end|>", add_special_tokens=False)["input_ids"]
     trajectory, engine = episode(processor, answer_ids)
     assert not trajectory.error and trajectory.images == PICTURES
@@ -90,14 +105,20 @@ def test_image_tokens_that_the_policy_samples_have_no_image(processor: ImageProc
     # https://github.com/modelscope/ms-swift/issues/9287
     end = processor.tokenizer.eos_token_id
     pads = processor.tokenizer("<|image_pad|>" * 4, add_special_tokens=False)["input_ids"]
-    plain, _ = episode(processor, [*processor.tokenizer("abcd", add_special_tokens=False)["input_ids"], end])
+    plain, _ = episode(
+        processor, [*processor.tokenizer("abcd", add_special_tokens=False)["input_ids"], end]
+    )
     trajectory, _ = episode(processor, [*pads, end])
     assert trajectory.images == PICTURES and trajectory.image_spans == plain.image_spans
     begin = len(trajectory.prompt_ids)
-    assert trajectory.response_ids[:4] == pads and all(start != begin for start, _ in trajectory.image_spans)
+    assert trajectory.response_ids[:4] == pads and all(
+        start != begin for start, _ in trajectory.image_spans
+    )
 
 
-def test_one_answer_keeps_the_rows_images_and_those_that_come_up_are_bounded(processor: ImageProcessor) -> None:
+def test_one_answer_keeps_the_rows_images_and_those_that_come_up_are_bounded(
+    processor: ImageProcessor,
+) -> None:
     answer_ids = [processor.tokenizer.eos_token_id]
     trajectory, engine = episode(processor, answer_ids, environment=False)
     assert trajectory.images == PICTURES[:1] and engine.seen == [(PICTURES[:1], trajectory.image_spans)]
@@ -108,17 +129,24 @@ def test_one_answer_keeps_the_rows_images_and_those_that_come_up_are_bounded(pro
 
 
 @pytest.mark.parametrize("end", ["", "<|im_end|>"])
-def test_the_image_of_a_samplers_next_turn_stands_behind_the_answer(processor: ImageProcessor, end: str) -> None:
+def test_the_image_of_a_samplers_next_turn_stands_behind_the_answer(
+    processor: ImageProcessor, end: str
+) -> None:
     tokenizer, messages = processor.tokenizer, [user("", "what?")]
     ids, spans = processor.expand(messages, PICTURES[:1])
     start = PromptText("?", ids, messages=messages, images=PICTURES[:1], image_spans=spans)
     answer_ids = tokenizer("a star" + end, add_special_tokens=False)["input_ids"]
     history, settings = History(), RolloutSettings(1, SamplingSettings(8), 0, 0, 0)
     seen = {"images": start.images, "image_spans": spans}
-    answer = Generation(answer_ids, [0.0] * len(answer_ids), prompt_ids=ids, text="a star", prompt_text="?", **seen)
+    answer = Generation(
+        answer_ids, [0.0] * len(answer_ids), prompt_ids=ids, text="a star", prompt_text="?", **seen
+    )
     history.add(answer, start.messages)
     prompts = PromptReader(tokenizer, settings, [start], history, ImageRules(processor, most=2))
-    turns = [{"role": "assistant", "content": "a star"}, {"role": "user", "content": [picture_part(PICTURES[1])]}]
+    turns = [
+        {"role": "assistant", "content": "a star"},
+        {"role": "user", "content": [picture_part(PICTURES[1])]},
+    ]
     [request] = prompts.chat_requests([*start.messages, *turns], None, {})
     conversation = [user("", "what?"), turns[0], user("")]
     expected, places = processor.expand(conversation, PICTURES[:2])

@@ -17,19 +17,30 @@ import pytest
 from generation.rollouts import client_process, mcp_tools
 from generation.rollouts.agent import Agent, tool_rollout
 from generation.rollouts.mcp_tools import McpServer, McpTools, list_tools
-from generation.rollouts.tools import ToolCall, ToolError, ToolLimits, ToolRunner, parse_hermes, tools_by_name
+from generation.rollouts.tools import (
+    ToolCall,
+    ToolError,
+    ToolLimits,
+    ToolRunner,
+    parse_hermes,
+    tools_by_name,
+)
 from tests.conftest import ROOT
 from tests.support.scripted import ScriptedEngine, run
 from tests.unit.generation.rollouts.test_environments import TOKENIZER, bytes_of, say
 
-pytest.importorskip("mcp", reason="the MCP SDK lacks cryptography here, which it imports", exc_type=ImportError)
+pytest.importorskip(
+    "mcp", reason="the MCP SDK lacks cryptography here, which it imports", exc_type=ImportError
+)
 COMMAND = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
 
 SEARCH = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
 
 
 def servers() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if COMMAND[1] in child.cmdline()]
+    return [
+        child for child in psutil.Process().children(recursive=True) if COMMAND[1] in child.cmdline()
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +54,14 @@ def listed() -> dict[str, list[dict[str, Any]]]:
     return list_tools([McpServer("shelf", COMMAND, env=SEARCH)])
 
 
-def test_a_servers_tools_are_listed_in_the_form_of_chat_templates(listed: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_servers_tools_are_listed_in_the_form_of_chat_templates(
+    listed: dict[str, list[dict[str, Any]]],
+) -> None:
     put = next(tool["function"] for tool in listed["shelf"] if tool["function"]["name"] == "put")
     assert put["description"] == "Put one thing on the shelf."
-    assert put["parameters"]["required"] == ["item"] and put["parameters"]["properties"] == {"item": {"type": "string"}}
+    assert put["parameters"]["required"] == ["item"] and put["parameters"]["properties"] == {
+        "item": {"type": "string"}
+    }
 
 
 def test_an_mcp_server_that_does_not_list_its_tools_is_named_with_its_error() -> None:
@@ -59,7 +74,9 @@ def test_an_mcp_server_that_does_not_list_its_tools_is_named_with_its_error() ->
 def test_the_example_server_is_one(tmp_path: Path) -> None:
     server = McpServer("dates", [sys.executable, f"{ROOT}/scripts/examples/dates.py"], env=SEARCH)
     queues = {"a": [call("weekday", date="2026-02-14"), say("ok")]}
-    (trajectory,) = converse(list_tools([server]), tmp_path, queues, name="dates", command=server.command).values()
+    (trajectory,) = converse(
+        list_tools([server]), tmp_path, queues, name="dates", command=server.command
+    ).values()
     assert "tool\nSaturday" in TOKENIZER.decode(trajectory.response_ids) and trajectory.error == ""
 
 
@@ -106,7 +123,9 @@ def test_listing_ends_in_a_sentence_whatever_a_server_says(
         list_tools([McpServer("odd", [*HOSTILE, how])])
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
     assert len(caplog.messages) == (how == "lines") and "Traceback" not in caplog.text
-    assert all("the MCP server 'odd' writes lines that are not messages" in line for line in caplog.messages)
+    assert all(
+        "the MCP server 'odd' writes lines that are not messages" in line for line in caplog.messages
+    )
 
 
 def test_arguments_may_come_by_position() -> None:
@@ -123,12 +142,19 @@ def call(name: str, **arguments: str) -> list[int]:
 
 
 def converse(
-    listed: dict, tmp_path: Path, queues: dict[str, list], timeout_s: float = 60.0, env: Any = SEARCH, **server: Any
+    listed: dict,
+    tmp_path: Path,
+    queues: dict[str, list],
+    timeout_s: float = 60.0,
+    env: Any = SEARCH,
+    **server: Any,
 ) -> dict:
-    """Runs one episode a letter, all at once on one loop, and returns each letter's trajectory."""
+    """Run one episode a letter, all at once on one loop, and return each letter's trajectory."""
     how: dict[str, Any] = {"name": "shelf", "command": COMMAND, "env": SEARCH | env} | server
     mcp = McpTools([McpServer(**how)], listed, tmp_path / "logs" / "mcp.log")
-    agent = Agent(ToolRunner(ToolLimits(timeout_s=timeout_s), TOKENIZER), parse_hermes, 8, tools_by_name(mcp.tools))
+    agent = Agent(
+        ToolRunner(ToolLimits(timeout_s=timeout_s), TOKENIZER), parse_hermes, 8, tools_by_name(mcp.tools)
+    )
     engine = ScriptedEngine(lambda ids, seed: queues[bytes_of(ids)[:1].decode()].pop(0))
     function = mcp.around(tool_rollout(agent))
 
@@ -165,7 +191,12 @@ def test_sessions_are_a_trajectorys_own_or_shared(
 
 
 def test_errors_exits_and_hangs_of_a_server_fail_only_their_call(listed: dict, tmp_path: Path) -> None:
-    calls = [call("misbehave", how="raise"), call("misbehave", how="exit"), call("put", item="x"), say("ok")]
+    calls = [
+        call("misbehave", how="raise"),
+        call("misbehave", how="exit"),
+        call("put", item="x"),
+        say("ok"),
+    ]
     (trajectory,) = converse(listed, tmp_path, {"a": calls}).values()
     text = TOKENIZER.decode(trajectory.response_ids)
     assert (
@@ -175,30 +206,42 @@ def test_errors_exits_and_hangs_of_a_server_fail_only_their_call(listed: dict, t
         and trajectory.error == ""
     )
     assert trajectory.metrics["tools/errors"] == 2
-    (late,) = converse(listed, tmp_path, {"a": [call("misbehave", how="hang"), say("ok")]}, timeout_s=6.0).values()
-    assert late.metrics["tools/errors/timeout"] == 1 and "took longer than 6 s" in TOKENIZER.decode(late.response_ids)
+    (late,) = converse(
+        listed, tmp_path, {"a": [call("misbehave", how="hang"), say("ok")]}, timeout_s=6.0
+    ).values()
+    assert late.metrics["tools/errors/timeout"] == 1 and "took longer than 6 s" in TOKENIZER.decode(
+        late.response_ids
+    )
 
 
-def test_excessive_or_invalid_output_of_a_server_fails_only_its_call(listed: dict, tmp_path: Path) -> None:
-    """The next call of the trajectory succeeds, and so does another trajectory."""
+def test_excessive_or_invalid_output_of_a_server_fails_only_its_call(
+    listed: dict, tmp_path: Path
+) -> None:
+    """Return the next call of the trajectory succeeds, and so does another trajectory."""
     hostile = [call("misbehave", how=how) for how in ("flood", "babble")]
     queues = {"a": [*hostile, call("put", item="x"), say("ok")], "b": [call("put", item="y"), say("ok")]}
     trajectories = converse(listed, tmp_path, queues)
     text = TOKENIZER.decode(trajectories["a"].response_ids)
     assert "xxxxxxxx [cut after 1024 tokens]" in text and "babbled" in text and "1: x (" in text
     assert (
-        trajectories["a"].metrics["tools/truncated"] == 1 and trajectories["a"].error == trajectories["b"].error == ""
+        trajectories["a"].metrics["tools/truncated"] == 1
+        and trajectories["a"].error == trajectories["b"].error == ""
     )
     assert "1: y (" in TOKENIZER.decode(trajectories["b"].response_ids)
 
 
-def test_endless_output_of_a_server_fails_only_its_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_endless_output_of_a_server_fails_only_its_call(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     listed = list_tools([McpServer("shelf", [*HOSTILE, "calls"])])
     (name,) = (tool["function"]["name"] for tool in listed["shelf"])
     calls = [call(name, how="lines"), call(name), say("ok")]
     (trajectory,) = converse(listed, tmp_path, {"a": calls}, command=[*HOSTILE, "calls"]).values()
     text = TOKENIZER.decode(trajectory.response_ids)
-    assert "the MCP server 'shelf': it wrote more than 16 MiB or 20000 lines" in text and "tool\nfine" in text
+    assert (
+        "the MCP server 'shelf': it wrote more than 16 MiB or 20000 lines" in text
+        and "tool\nfine" in text
+    )
     assert trajectory.error == "" and trajectory.metrics["tools/errors"] == 1
     assert sum("writes lines that are not messages" in line for line in caplog.messages) == 1
 
@@ -206,7 +249,7 @@ def test_endless_output_of_a_server_fails_only_its_call(tmp_path: Path, caplog: 
 def test_endless_standard_error_does_not_fill_the_disk(
     listed: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log of a server's standard error is cut at its limit. Tools' prints land there, too, since the SDK keeps
+    """Return the log of a server's standard error is cut at its limit. Tools' prints land there, too, since the SDK keeps
     standard output for messages.
     """
     monkeypatch.setattr(client_process, "LONGEST_LOG", 100_000)
@@ -217,9 +260,13 @@ def test_endless_standard_error_does_not_fill_the_disk(
     assert (tmp_path / "logs" / "mcp.log").stat().st_size == 100_000
 
 
-def test_arguments_that_no_message_can_hold_do_not_end_a_shared_session(listed: dict, tmp_path: Path) -> None:
+def test_arguments_that_no_message_can_hold_do_not_end_a_shared_session(
+    listed: dict, tmp_path: Path
+) -> None:
     async def work() -> list[str]:
-        mcp = McpTools([McpServer("shelf", COMMAND, env=SEARCH, shared=True)], listed, tmp_path / "mcp.log")
+        mcp = McpTools(
+            [McpServer("shelf", COMMAND, env=SEARCH, shared=True)], listed, tmp_path / "mcp.log"
+        )
         tools = {tool.name: tool.function for tool in mcp.tools}
         deep: list[Any] = []
         for _ in range(400):
@@ -238,7 +285,9 @@ def test_arguments_that_no_message_can_hold_do_not_end_a_shared_session(listed: 
 
 def test_a_late_answer_is_not_attributed_to_the_next_call(listed: dict, tmp_path: Path) -> None:
     async def work() -> list[str]:
-        mcp = McpTools([McpServer("shelf", COMMAND, env=SEARCH, shared=True)], listed, tmp_path / "mcp.log")
+        mcp = McpTools(
+            [McpServer("shelf", COMMAND, env=SEARCH, shared=True)], listed, tmp_path / "mcp.log"
+        )
         tools = {tool.name: tool.function for tool in mcp.tools}
         try:
             results = [await tools["put"](item="x")]
@@ -251,12 +300,16 @@ def test_a_late_answer_is_not_attributed_to_the_next_call(listed: dict, tmp_path
         finally:
             await mcp.aclose()
 
-    assert [result.partition(" (")[0] for result in asyncio.run(work())] == ["1: x", "2: x, y", "3: x, y, z"]
+    assert [result.partition(" (")[0] for result in asyncio.run(work())] == [
+        "1: x",
+        "2: x, y",
+        "3: x, y, z",
+    ]
 
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yields the address of a running server, and a function that ends it."""
+    """Yield the address of a running server, and a function that ends it."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -278,7 +331,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[tuple[str, Callable[[], None
 def test_a_server_may_run_already_and_have_an_address(
     shared: bool, url: tuple[str, Callable[[], None]], tmp_path: Path, listed: dict
 ) -> None:
-    """The tools are those that the server lists; all trajectories share its shelf; the server outlives them."""
+    """Return the tools are those that the server lists; all trajectories share its shelf; the server outlives them."""
     address, end = url
     there = list_tools([McpServer("shelf", url=address)])
     assert there == listed

@@ -23,28 +23,34 @@ from tests.support.small_tokenizer import small_tokenizer
 def output(
     prompt: list[int], answer: list[int], name: str = "r", flat: bool = False, alternatives: int = 0
 ) -> RequestOutput:
-    """Returns a vLLM output in which token t has log-probability -t / 100, with `alternatives` beside each token."""
+    """Return a vLLM output in which token t has log-probability -t / 100, with `alternatives` beside each token."""
     logprobs: Any = FlatLogprobs() if flat else []
     for token in answer:
         beside = {9000 + i: Logprob(-99.0) for i in range(alternatives)}
         logprobs.append({token: Logprob(-token / 100)} | beside)
-    done = CompletionOutput(0, "", answer, cumulative_logprob=None, logprobs=logprobs, finish_reason="stop")
+    done = CompletionOutput(
+        0, "", answer, cumulative_logprob=None, logprobs=logprobs, finish_reason="stop"
+    )
     return RequestOutput(name, None, prompt, None, [done], finished=True)
 
 
 def turned(outputs: list[RequestOutput]) -> Trajectory:
-    """Returns the trajectory of the turns that gave these outputs."""
-    return joined([generation for request_output in outputs for generation in generations_of(request_output)])
+    """Return the trajectory of the turns that gave these outputs."""
+    return joined(
+        [generation for request_output in outputs for generation in generations_of(request_output)]
+    )
 
 
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("alternatives", [0, 2])
 def test_a_trajectory_is_made_of_plain_outputs(flat: bool, alternatives: int) -> None:
-    """A trajectory has the sampled tokens, their log-probabilities, and 0 for all tokens between them, as counted by
+    """Return a trajectory has the sampled tokens, their log-probabilities, and 0 for all tokens between them, as counted by
     hand.
     """
     turns = [([1, 2], [3, 4]), ([1, 2, 3, 4, 50, 51], [5]), ([1, 2, 3, 4, 50, 51, 5, 60], [6, 7])]
-    tokens = turned([output(prompt, answer, flat=flat, alternatives=alternatives) for prompt, answer in turns])
+    tokens = turned(
+        [output(prompt, answer, flat=flat, alternatives=alternatives) for prompt, answer in turns]
+    )
     assert tokens.prompt_ids == [1, 2]
     assert tokens.response_ids == [3, 4, 50, 51, 5, 60, 6, 7]
     assert tokens.loss_mask == [1, 1, 0, 0, 1, 0, 1, 1]
@@ -81,7 +87,7 @@ def batch_of(count: int, samples: int = 1) -> list[PromptText]:
 
 
 def history_of(batch: list[PromptText], turns: int = 1) -> tuple[History, list[RequestOutput]]:
-    """Returns the history of `turns` answers in a row to each prompt, with different ids, and the last outputs."""
+    """Return the history of `turns` answers in a row to each prompt, with different ids, and the last outputs."""
     history, last = History(), []
     for position, prompt in enumerate(batch):
         ids, parent = list(prompt.token_ids), None
@@ -110,9 +116,15 @@ def test_outputs_of_a_sampler_are_checked_index_by_index() -> None:
         ([*outputs, alien], "returned 4 results for 3 prompts: result 3 has no prompt"),
         ([outputs[0], None, outputs[2]], "returned None for prompt 1"),
         ([outputs[0], alien, outputs[2]], "result 1 is an output that this engine has not returned"),
-        ([outputs[0], outputs[1], 4], "result 2 is 4, but should be a RequestOutput or a list of token ids"),
+        (
+            [outputs[0], outputs[1], 4],
+            "result 2 is 4, but should be a RequestOutput or a list of token ids",
+        ),
         ([outputs[0], [4, 4], outputs[2]], "result 1 holds 2 ids that the policy has not sampled"),
-        ([outputs[1], outputs[0], outputs[2]], "result 0 answers prompt 1, not prompt 0: keep the order"),
+        (
+            [outputs[1], outputs[0], outputs[2]],
+            "result 0 answers prompt 1, not prompt 0: keep the order",
+        ),
         ([outputs[0], changed, outputs[2]], "result 1 has other token_ids than were sampled"),
         ([outputs[0], two, outputs[2]], "result 1 has 2 answers: return one"),
     ]:
@@ -124,7 +136,9 @@ def test_an_answer_drawn_from_another_distribution_is_not_trained_on() -> None:
     batch = batch_of(2)
     history, outputs = history_of(batch)
     history.generations[1].off_policy = "temperature is 0.2 instead of 1.0"
-    with pytest.raises(ValueError, match=r"result 1 was not sampled as training asks: temperature is 0\.2"):
+    with pytest.raises(
+        ValueError, match=r"result 1 was not sampled as training asks: temperature is 0\.2"
+    ):
         trajectories(outputs, batch, history)
 
 
@@ -139,7 +153,9 @@ def test_lists_of_ids_stand_for_answers_and_whole_conversations() -> None:
     assert trajectories(last_answers, batch, history) == conversations
     assert trajectories([t.response_ids for t in conversations], batch, history) == conversations
     cut = trajectories([t.response_ids[:4] for t in conversations], batch, history)
-    assert [(t.response_ids, t.loss_mask) for t in cut] == [(t.response_ids[:4], [1, 1, 0, 1]) for t in conversations]
+    assert [(t.response_ids, t.loss_mask) for t in cut] == [
+        (t.response_ids[:4], [1, 1, 0, 1]) for t in conversations
+    ]
 
 
 def test_an_answer_may_be_cut_but_not_changed() -> None:
@@ -166,7 +182,12 @@ def test_a_conversation_ends_before_the_turn_that_had_no_room() -> None:
     answer.parent = parent
     history.add(answer)
     [ended] = trajectories([none], batch, history)
-    assert (ended.response_ids, ended.finish_reason, ended.error, ended.turns) == (parent.token_ids, "length", "", 1)
+    assert (ended.response_ids, ended.finish_reason, ended.error, ended.turns) == (
+        parent.token_ids,
+        "length",
+        "",
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,10 +197,18 @@ def test_a_conversation_ends_before_the_turn_that_had_no_room() -> None:
         ({"content": " four\n"}, True),  # templates and parsers strip, and drop what was thought
         ({"content": "five"}, False),
         ({"content": ""}, False),
-        ({"content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1, "b": "x y"}'}}]}, False),
+        (
+            {
+                "content": None,
+                "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1, "b": "x y"}'}}],
+            },
+            False,
+        ),
     ],
 )
-def test_an_assistants_message_is_known_for_what_was_sampled(message: dict[str, Any], same: bool) -> None:
+def test_an_assistants_message_is_known_for_what_was_sampled(
+    message: dict[str, Any], same: bool
+) -> None:
     assert echoes(message, "<think>well</think>four") is same
 
 
@@ -191,8 +220,10 @@ def test_tool_calls_are_told_apart_by_their_arguments() -> None:
     assert not echoes({"content": "", "tool_calls": [call]}, text)
 
 
-def prompts_after(answer_text: str, answer_ids: list[int]) -> tuple[PromptReader, PromptText, Generation]:
-    """Returns the forms of prompts that can follow one answer, whose ids differ from any encoding of its text."""
+def prompts_after(
+    answer_text: str, answer_ids: list[int]
+) -> tuple[PromptReader, PromptText, Generation]:
+    """Return the forms of prompts that can follow one answer, whose ids differ from any encoding of its text."""
     tokenizer = small_tokenizer()
     settings = RolloutSettings(1, SamplingSettings(8, stop_token_ids=[tokenizer.eos_token_id]), 0, 0, 0)
     messages = [{"role": "user", "content": "hi"}]
@@ -200,7 +231,11 @@ def prompts_after(answer_text: str, answer_ids: list[int]) -> tuple[PromptReader
     start = PromptText(rendered, tokenizer(rendered)["input_ids"], messages=messages)
     history = History()
     answer = Generation(
-        answer_ids, [0.0] * len(answer_ids), prompt_ids=start.token_ids, text=answer_text, prompt_text=str(start)
+        answer_ids,
+        [0.0] * len(answer_ids),
+        prompt_ids=start.token_ids,
+        text=answer_text,
+        prompt_text=str(start),
     )
     history.add(answer, messages)
     return PromptReader(tokenizer, settings, [start], history), start, answer
@@ -212,7 +247,9 @@ def test_texts_ids_and_messages_go_on_from_what_was_sampled() -> None:
     reply = {"role": "assistant", "content": "ab"}
     [text] = prompts.requests(str(start) + "ab" + "<tool>3")
     [ids] = prompts.requests([[*answer.ids, 40, 41]])
-    [chat] = prompts.chat_requests([*start.messages, reply, {"role": "user", "content": "more"}], None, {})
+    [chat] = prompts.chat_requests(
+        [*start.messages, reply, {"role": "user", "content": "more"}], None, {}
+    )
     for request in (text, ids, chat):
         assert request.parent is answer
         assert request.input.ids[: len(answer.ids)] == answer.ids
@@ -222,7 +259,7 @@ def test_texts_ids_and_messages_go_on_from_what_was_sampled() -> None:
 
 
 def test_an_answer_without_text_is_continued_and_no_question_asked_again() -> None:
-    """An answer of EOS alone has no text, but its token was sampled and is kept."""
+    """Return an answer of EOS alone has no text, but its token was sampled and is kept."""
     prompts, start, answer = prompts_after("", [2])
     asked_again, followed = prompts.requests([f"{start}", f"{start}<results>"])
     assert asked_again.parent is None
@@ -235,10 +272,12 @@ def test_prompts_come_in_all_forms() -> None:
     prompts, start, _ = prompts_after("x", [7])
     ids = start.token_ids
     assert [r.input.ids for r in prompts.requests(start)] == [ids]
-    assert [r.input.ids for r in prompts.requests([start, ids, {"prompt_token_ids": ids}, {"prompt": "q"}])][:3] == [
-        ids
-    ] * 3
-    assert [len(prompts.requests(form)) for form in ("text", ids, {"prompt": "q"}, ["a", "b"], [ids, ids])] == [
+    assert [
+        r.input.ids for r in prompts.requests([start, ids, {"prompt_token_ids": ids}, {"prompt": "q"}])
+    ][:3] == [ids] * 3
+    assert [
+        len(prompts.requests(form)) for form in ("text", ids, {"prompt": "q"}, ["a", "b"], [ids, ids])
+    ] == [
         1,
         1,
         1,
@@ -253,7 +292,7 @@ def test_prompts_come_in_all_forms() -> None:
 
 @pytest.mark.parametrize("form", ["text", "ids", "chat"])
 def test_equal_samples_are_told_apart_where_positions_change(form: str) -> None:
-    """Samples with equal answers keep their identity: two prompts, two samples each, of which the first prompt is
+    """Sample with equal answers keep their identity: two prompts, two samples each, of which the first prompt is
     finished and left out.
     """
     tokenizer = small_tokenizer()

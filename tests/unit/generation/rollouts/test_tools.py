@@ -30,7 +30,7 @@ say = functools.partial(spelled, TOKENIZER)
 
 
 def add(x: float, y: float = 1.0) -> float:
-    """The sum.
+    """Return the sum.
 
     Two numbers, or one and
     its successor.
@@ -51,8 +51,10 @@ def agent(*functions: Callable[..., Any], turns: int = 8, **limits: Any) -> Agen
     return Agent(runner(**limits), parse_hermes, turns, tools_by_name(map(make_tool, functions)))
 
 
-def replies(calls: list[ToolCall], *functions: Callable[..., Any], **limits: Any) -> tuple[list[str], dict[str, float]]:
-    """Returns the replies to the calls, and the metrics."""
+def replies(
+    calls: list[ToolCall], *functions: Callable[..., Any], **limits: Any
+) -> tuple[list[str], dict[str, float]]:
+    """Return the replies to the calls, and the metrics."""
     metrics: dict[str, float] = {}
     texts = asyncio.run(runner(**limits).run(tools_by_name(map(make_tool, functions)), calls, metrics))
     metrics.pop("tools/seconds")
@@ -78,7 +80,12 @@ def test_a_schema_comes_from_signature_and_docstring() -> None:
 
 
 def test_parameters_may_have_any_name_and_type() -> None:
-    def odd(schema: Literal["a", "b"], model_config: list[int], title: dict[str, int] | None = None, json: Any = 3): ...
+    def odd(
+        schema: Literal["a", "b"],
+        model_config: list[int],
+        title: dict[str, int] | None = None,
+        json: Any = 3,
+    ): ...
 
     tool = make_tool(odd)
     properties = tool.schema["function"]["parameters"]["properties"]
@@ -146,7 +153,10 @@ def long() -> str:
 
 
 MISTAKES = {
-    "malformed": (ToolCall(malformed="the tool call is not valid JSON: x"), "the tool call is not valid JSON: x"),
+    "malformed": (
+        ToolCall(malformed="the tool call is not valid JSON: x"),
+        "the tool call is not valid JSON: x",
+    ),
     "unknown": (ToolCall("subtract"), "Unknown function subtract"),
     "arguments": (ToolCall("later", {"x": "many"}), "later: x: Input should be a valid integer"),
     "exception": (ToolCall("explode", {"x": 1}), "the disk is full"),
@@ -159,7 +169,12 @@ def test_mistakes_become_text_and_are_counted(kind: str) -> None:
     call, text = MISTAKES[kind]
     texts, counted = replies([call, ToolCall("later", {"x": 1})], explode, later, endless, timeout_s=0.3)
     assert texts[0].startswith(f"Error: {text}") and texts[1] == "2"
-    assert counted == {"tools/calls": 2.0, "tools/errors": 1.0, f"tools/errors/{kind}": 1.0, "tools/truncated": 0.0}
+    assert counted == {
+        "tools/calls": 2.0,
+        "tools/errors": 1.0,
+        f"tools/errors/{kind}": 1.0,
+        "tools/truncated": 0.0,
+    }
 
 
 def test_an_oversized_reply_is_cut_by_tokens_and_counted() -> None:
@@ -170,9 +185,20 @@ def test_an_oversized_reply_is_cut_by_tokens_and_counted() -> None:
 
 def test_tools_that_exit_hang_or_raise_are_answered_in_the_chosen_error_format() -> None:
     calls = [ToolCall(name) for name in ("silent", "quits", "quits_later", "endless_later")]
-    calls += [ToolCall("later", {"x": 1, "y": 2}), ToolCall("later"), ToolCall("later", positional=(1, 2))]
+    calls += [
+        ToolCall("later", {"x": 1, "y": 2}),
+        ToolCall("later"),
+        ToolCall("later", positional=(1, 2)),
+    ]
     texts, counted = replies(
-        calls, silent, quits, quits_later, endless_later, later, timeout_s=0.3, error_format="{'oops': '{error}'}"
+        calls,
+        silent,
+        quits,
+        quits_later,
+        endless_later,
+        later,
+        timeout_s=0.3,
+        error_format="{'oops': '{error}'}",
     )
     assert texts == [
         "{'oops': 'ValueError'}",
@@ -213,7 +239,7 @@ def test_calls_run_together_within_the_bound_and_none_waits_for_a_slow_one() -> 
 
 
 def test_a_tool_with_a_rate_is_called_so_often_and_no_other_waits_for_it() -> None:
-    """Calls begin in order and no earlier than the rate permits, though there is room for all; waiting does not count
+    """Call begin in order and no earlier than the rate permits, though there is room for all; waiting does not count
     as the call's time.
     """
     begun: list[tuple[str, float]] = []
@@ -237,9 +263,7 @@ def test_a_tool_with_a_rate_is_called_so_often_and_no_other_waits_for_it() -> No
 
 
 def test_calls_as_hermes_writes_them() -> None:
-    text = (
-        'So: <tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call> and <tool_call>{"name": 3}</tool_call>'
-    )
+    text = 'So: <tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call> and <tool_call>{"name": 3}</tool_call>'
     good, nameless = parse_hermes(text)
     assert good == ToolCall("add", {"x": 1}) and '"name"' in nameless.malformed
     (broken,) = parse_hermes('<tool_call>{"name": "add", "arguments": {"x": 1}</tool_call>')
@@ -252,8 +276,10 @@ def test_calls_as_hermes_writes_them() -> None:
 
 
 def test_five_lines_are_a_tool_using_rollout() -> None:
-    """A function in a list is enough for the policy's calls to reach it."""
-    script = iter([say('<tool_call>{"name": "add", "arguments": {"x": 3, "y": 302}}</tool_call>'), say("305")])
+    """Return a function in a list is enough for the policy's calls to reach it."""
+    script = iter(
+        [say('<tool_call>{"name": "add", "arguments": {"x": 3, "y": 302}}</tool_call>'), say("305")]
+    )
     engine = ScriptedEngine(lambda ids, seed: next(script))
     (done,) = run(engine, tool_rollout(agent(add)), [[5, 6]], TOKENIZER)
     transcript = TOKENIZER.decode(done.response_ids[: done.answer_start])
@@ -264,7 +290,9 @@ def test_five_lines_are_a_tool_using_rollout() -> None:
 
 def test_max_turns_ends_an_episode_with_its_last_call_unanswered() -> None:
     call = say('<tool_call>{"name": "add", "arguments": {"x": 3}}</tool_call>')
-    (done,) = run(ScriptedEngine(lambda ids, seed: call), tool_rollout(agent(add, turns=3)), [[5]], TOKENIZER)
+    (done,) = run(
+        ScriptedEngine(lambda ids, seed: call), tool_rollout(agent(add, turns=3)), [[5]], TOKENIZER
+    )
     assert (done.turns, done.finish_reason, done.metrics["tools/calls"]) == (3, "max_turns", 2.0)
     assert sum(done.loss_mask) == 3 * len(call) and done.response_ids[-len(call) :] == call
 
@@ -295,5 +323,6 @@ def test_the_calculator_example_is_short_and_right() -> None:
     with pytest.raises(ValueError, match="not one operation"):
         calculate("1+2+3")
     lines = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    programs = [lines.pop("accelerate_loop.py"), lines.pop("reinforce_loop.py")]  # each a training loop of its own
+    # Each a training loop of its own
+    programs = [lines.pop("accelerate_loop.py"), lines.pop("reinforce_loop.py")]
     assert max(programs) < 100 and max(lines.values()) < 50

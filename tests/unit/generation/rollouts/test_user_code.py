@@ -54,7 +54,10 @@ async def answer(llm: PolicyLLM) -> Trajectory:
     completion = await llm.sample(llm.prompt_ids, llm.settings.sampling)
     count = len(completion.token_ids)
     return llm.trajectory(
-        response_ids=completion.token_ids, loss_mask=[1] * count, logprobs=completion.logprobs, reward=1.0
+        response_ids=completion.token_ids,
+        loss_mask=[1] * count,
+        logprobs=completion.logprobs,
+        reward=1.0,
     )
 
 
@@ -63,7 +66,7 @@ def engine() -> ScriptedEngine:
 
 
 def episodes_of(function: Any) -> list[Trajectory]:
-    """Runs eight episodes on a thread like the engine's, and checks that the thread still works afterwards."""
+    """Run eight episodes on a thread like the engine's, and check that the thread still works afterwards."""
     thread, waiting = EngineThread(), list(range(8))
 
     async def score(trajectory: Trajectory) -> None:
@@ -79,15 +82,21 @@ def episodes_of(function: Any) -> list[Trajectory]:
 
 
 @pytest.mark.parametrize(("error", "named"), RAISED, ids=[name.split(":")[0] for _, name in RAISED])
-def test_an_episode_fails_with_the_name_of_any_exception_of_a_custom_rollout(error: BaseException, named: str) -> None:
-    async def raising_rollout(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
+def test_an_episode_fails_with_the_name_of_any_exception_of_a_custom_rollout(
+    error: BaseException, named: str
+) -> None:
+    async def raising_rollout(
+        llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings
+    ) -> Trajectory:
         done = await answer(llm)
         if llm.prompt_index in (2, 5):
             raise error
         return done
 
     trajectories = episodes_of(raising_rollout)
-    assert [(t.prompt_index, t.error) for t in trajectories] == [(i, named if i in (2, 5) else "") for i in range(8)]
+    assert [(t.prompt_index, t.error) for t in trajectories] == [
+        (i, named if i in (2, 5) else "") for i in range(8)
+    ]
     with pytest.raises(RolloutError, match="2 of 8 episodes failed"):
         check_failures(as_answers(trajectories), 0.1)
 
@@ -112,9 +121,11 @@ def test_episodes_that_cancel_themselves_are_counted() -> None:
 
 
 def test_an_episode_whose_own_task_is_cancelled_is_not_lost() -> None:
-    """An episode can find and cancel the task of another one, which then counts as failed."""
+    """Return an episode can find and cancel the task of another one, which then counts as failed."""
 
-    async def cancels_another(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
+    async def cancels_another(
+        llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings
+    ) -> Trajectory:
         if llm.prompt_index == 7:
             (other,) = (t for t in asyncio.all_tasks() if _waits_in_episode(t, 3))
             other.cancel()
@@ -134,7 +145,9 @@ def _waits_in_episode(task: "asyncio.Task[Any]", number: int) -> bool:
 
 
 def test_a_task_that_user_code_left_behind_does_not_end_the_engines_thread() -> None:
-    async def leaves_one_behind(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
+    async def leaves_one_behind(
+        llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings
+    ) -> Trajectory:
         async def later() -> None:
             raise SystemExit(4)
 
@@ -201,9 +214,13 @@ def test_a_rollout_that_is_given_up_cancels_its_episodes_whatever_they_make_of_i
     thread.close()
 
 
-@pytest.mark.parametrize(("error", "named"), RAISED[:5], ids=[name.split(":")[0] for _, name in RAISED[:5]])
+@pytest.mark.parametrize(
+    ("error", "named"), RAISED[:5], ids=[name.split(":")[0] for _, name in RAISED[:5]]
+)
 @pytest.mark.parametrize("plain", [True, False])
-def test_tools_and_environments_may_raise_anything(error: BaseException, named: str, plain: bool) -> None:
+def test_tools_and_environments_may_raise_anything(
+    error: BaseException, named: str, plain: bool
+) -> None:
     def breaks() -> None:
         raise error
 
@@ -240,7 +257,9 @@ def test_a_sampler_may_raise_anything_and_all_its_episodes_have_failed() -> None
         def broken(llm: Any, prompts: Any, sampling_params: Any, error: BaseException = error) -> Any:
             raise error
 
-        async def broken_later(llm: Any, prompts: Any, sampling_params: Any, error: BaseException = error) -> Any:
+        async def broken_later(
+            llm: Any, prompts: Any, sampling_params: Any, error: BaseException = error
+        ) -> Any:
             raise error
 
         for sampler in (broken, broken_later):
@@ -288,7 +307,7 @@ async def capturing(engine: Any, **_: Any) -> Captured:
 
 
 def client_episode(client: Client, timeout_s: float = 30.0) -> list[Trajectory]:
-    """Runs one episode of a client that appears to have talked to the policy, and another one on the same threads."""
+    """Run one episode of a client that appears to have talked to the policy, and another one on the same threads."""
 
     async def good(*_: Any) -> float:
         return 0.5
@@ -306,7 +325,9 @@ def client_episode(client: Client, timeout_s: float = 30.0) -> list[Trajectory]:
     episodes = EpisodeSetup(function, TOKENIZER, rows)
     claim: Callable[[], int | None] = lambda: waiting.pop(0) if waiting else None  # noqa: E731
     try:
-        trajectories = thread.run(rollout(alive, [[5]] * 2, settings, claim, score, episodes), 60, "a rollout")  # type: ignore[arg-type]
+        trajectories = thread.run(
+            rollout(alive, [[5]] * 2, settings, claim, score, episodes), 60, "a rollout"
+        )  # type: ignore[arg-type]
     finally:
         thread.run(function.aclose(), 30, "closing")
         thread.close()
@@ -343,7 +364,9 @@ def test_a_client_that_hangs_costs_its_episode_only() -> None:
         return 1.0
 
     for client in (hangs, blocks):
-        assert [t.error for t in client_episode(client, 2.0)] == ["TimeoutError: the client did not finish within 2 s"]
+        assert [t.error for t in client_episode(client, 2.0)] == [
+            "TimeoutError: the client did not finish within 2 s"
+        ]
 
 
 @pytest.mark.parametrize("parked_s", [0.0, 1e6])
@@ -401,7 +424,9 @@ def test_rewards_that_cannot_be_learned_from_fail_their_episode(reward: Any) -> 
         (failed,) = run(engine(), function, [[5]], TOKENIZER, rows=[{"customer": "Ann"}])
         assert failed.error == f"ValueError: {sentence}"
 
-    async def custom(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> list[Trajectory]:
+    async def custom(
+        llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings
+    ) -> list[Trajectory]:
         first, second, third = await answer(llm), await answer(llm), await answer(llm)
         if llm.prompt_index == 0:
             first.reward = reward
@@ -425,7 +450,7 @@ def test_rewards_that_cannot_be_learned_from_fail_their_episode(reward: Any) -> 
 
 @pytest.mark.parametrize("where", ["reward_parts", "metrics"])
 def test_a_name_that_cannot_be_written_fails_its_episode_alone(where: str) -> None:
-    """A client may give its reward such a name, which would keep the whole step from being sent between ranks or
+    """Return a client may give its reward such a name, which would keep the whole step from being sent between ranks or
     written.
     """
 
@@ -437,7 +462,9 @@ def test_a_name_that_cannot_be_written_fails_its_episode_alone(where: str) -> No
     custom.__qualname__ = "custom"
     trajectories = episodes_of(custom)
     sentence = r"ValueError: custom: the name 'client/\ud800' is not valid Unicode"
-    assert [t.error for t in trajectories] == [sentence if t.prompt_index == 3 else "" for t in trajectories]
+    assert [t.error for t in trajectories] == [
+        sentence if t.prompt_index == 3 else "" for t in trajectories
+    ]
     assert rollout_metrics(as_answers(trajectories))["rollout/failed"] == 1
 
 
@@ -483,5 +510,6 @@ def test_an_episode_of_which_one_conversation_has_no_reward_has_failed_as_a_whol
     work = rollout(engine(), [[5]] * 2, settings, claim, score, EpisodeSetup(two, TOKENIZER))  # type: ignore[arg-type]
     trajectories = asyncio.run(work)
     assert (
-        sorted((t.prompt_index, t.error) for t in trajectories) == [(0, "")] * 2 + [(1, "reward: f returned nan")] * 2
+        sorted((t.prompt_index, t.error) for t in trajectories)
+        == [(0, "")] * 2 + [(1, "reward: f returned nan")] * 2
     )

@@ -115,11 +115,20 @@ def settings(tmp_path: Path) -> dict[str, Any]:
         file.write_text(text)
     env = {"PYTHONPATH": str(tmp_path / "library")}
     args = {"taskset": {"size": 5}, "task": 7}
-    defaults = {"environment": "sums", "args": args, "python": sys.executable, "env": env, "tasks": 100, "workers": 1}
+    defaults = {
+        "environment": "sums",
+        "args": args,
+        "python": sys.executable,
+        "env": env,
+        "tasks": 100,
+        "workers": 1,
+    }
     return defaults | {"timeout_s": 60.0}
 
 
-def test_tasks_are_rows_from_the_first_on(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_are_rows_from_the_first_on(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked, ask = list[int](), ClientProcesses.run
 
     async def counted(self: ClientProcesses, *words: Any) -> Scored:
@@ -142,7 +151,10 @@ def test_an_environment_without_tasks_is_reported(settings: dict[str, Any]) -> N
             "'none' of verifiers lists no tasks: .*ModuleNotFoundError: taskset 'none' not found",
         ),
         ({"env": {}}, "'sums' of verifiers lists no tasks: .*No module named 'verifiers'"),
-        ({"args": {"taskset": {"secret": 3}}}, "task 0 differs after it was written as JSON and read again"),
+        (
+            {"args": {"taskset": {"secret": 3}}},
+            "task 0 differs after it was written as JSON and read again",
+        ),
     ):
         with pytest.raises(ValueError, match=sentence):
             verifiers.rows(settings | changes)
@@ -171,26 +183,46 @@ def test_rewards_and_metrics_are_those_of_the_environment(
     assert "TaskError: no such sum" in str(results[2])
     good = results[1]
     assert isinstance(good, Scored) and good.reward == {"right": 4.0}
-    assert good.metrics == {"served": 2, "servers": 1, "settings": 7, "asked": "http://here key 1 policy"}
-    served = [(result.metrics["served"], result.metrics["servers"]) for result in results if isinstance(result, Scored)]
+    assert good.metrics == {
+        "served": 2,
+        "servers": 1,
+        "settings": 7,
+        "asked": "http://here key 1 policy",
+    }
+    served = [
+        (result.metrics["served"], result.metrics["servers"])
+        for result in results
+        if isinstance(result, Scored)
+    ]
     assert served[-1] == (21, 2) and max(served)[0] == 64  # servers are renewed after as many episodes
 
 
-def test_tasks_of_a_verifiers_environment_are_the_prompts_of_a_recipe(settings: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump({"model": {"path": "m"}, "rollout": {"verifiers": settings}}))
+def test_tasks_of_a_verifiers_environment_are_the_prompts_of_a_recipe(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "r.yaml").write_text(
+        yaml.safe_dump({"model": {"path": "m"}, "rollout": {"verifiers": settings}})
+    )
     config = load_config(tmp_path / "r.yaml", [])
     tokenizer = small_tokenizer()
     prompts = load_prompts(config.data, tokenizer)
     assert [prompt.row["prompt"] for prompt in prompts] == ["zero", "1+1", "2+1", "3+1", "4+1"]
     assert all(prompt.row["task"] for prompt in prompts)
-    (tmp_path / "config.yaml").write_text(to_yaml(config))  # a run's own, with other settings on the command line
+    # A run's own, with other settings on the command line
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
     again = load_config(tmp_path / "config.yaml", ["rollout.verifiers.tasks=2"])
     assert len(load_prompts(again.data, tokenizer)) == 2
-    with pytest.raises(UserError, match="verifiers:none .* cannot be read: the environment 'none' .* lists no tasks"):
-        load_prompts(load_config(tmp_path / "r.yaml", ["rollout.verifiers.environment=none"]).data, tokenizer)
+    with pytest.raises(
+        UserError, match="verifiers:none .* cannot be read: the environment 'none' .* lists no tasks"
+    ):
+        load_prompts(
+            load_config(tmp_path / "r.yaml", ["rollout.verifiers.environment=none"]).data, tokenizer
+        )
 
 
-def test_other_prompts_and_keyword_arguments_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_other_prompts_and_keyword_arguments_are_refused(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     recipe = {"model": {"path": str(tmp_path)}, "rollout": {"verifiers": settings}}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
 
@@ -198,9 +230,13 @@ def test_other_prompts_and_keyword_arguments_are_refused(settings: dict[str, Any
         return "\n".join(find_problems(load_config(tmp_path / "r.yaml", list(overrides)), "train", {}))
 
     assert "data.path" not in problems() and "rollout" not in problems()
-    assert "data.path is set, but the tasks of rollout.verifiers are the prompts" in problems("data.path=x.jsonl")
+    assert "data.path is set, but the tasks of rollout.verifiers are the prompts" in problems(
+        "data.path=x.jsonl"
+    )
     assert "rollout.kwargs is set, but" in problems("rollout.kwargs={a: 1}")
-    assert "rollout.environment and rollout.verifiers are both set" in problems("rollout.environment=a:B")
+    assert "rollout.environment and rollout.verifiers are both set" in problems(
+        "rollout.environment=a:B"
+    )
     assert "data.path: there is no file or folder verifiers:sums" in problems(
         "rollout.verifiers=null", "data.path=verifiers:sums"
     )

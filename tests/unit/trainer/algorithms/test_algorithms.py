@@ -1,4 +1,4 @@
-"""Compares each formula with a double loop written from its definition."""
+"""Compare each formula with a double loop written from its definition."""
 
 import math
 import statistics
@@ -14,7 +14,7 @@ MASK = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]], dt
 
 
 def count(mask: torch.Tensor, name: str) -> float:
-    """Returns the divisor of a loss: the number of trainable tokens, or of sequences that have any."""
+    """Return the divisor of a loss: the number of trainable tokens, or of sequences that have any."""
     return float(mask.sum() if name == "token_mean" else mask.any(dim=1).sum())
 
 
@@ -28,7 +28,7 @@ def test_group_relative_advantages_agree_with_the_statistics_module() -> None:
 
 
 def test_groups_without_a_signal_give_exactly_zero() -> None:
-    """The mean of eight rewards of 0.1 differs from 0.1 by rounding, which a tiny standard deviation must not
+    """Return the mean of eight rewards of 0.1 differs from 0.1 by rounding, which a tiny standard deviation must not
     amplify.
     """
     rewards = torch.tensor([[0.1] * 8, [1e8] * 8, [0.0] * 8])
@@ -44,7 +44,9 @@ def test_clipped_loss_and_its_gradient_against_a_loop(per_token: bool) -> None:
     old = logprobs.detach() + 0.4 * torch.randn(6, 5, generator=generator, dtype=torch.float64)
     advantage = torch.randn(6, 5 if per_token else 1, generator=generator, dtype=torch.float64)
     ratios = log_ratio(logprobs, old, torch.ones(6, 5))
-    loss, clipped = losses.clipped_surrogate(ratios, advantage if per_token else advantage[:, 0], 0.2, 0.28)
+    loss, clipped = losses.clipped_surrogate(
+        ratios, advantage if per_token else advantage[:, 0], 0.2, 0.28
+    )
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     assert 0 < int(clipped.sum()) < clipped.numel()
     for i in range(6):
@@ -62,7 +64,9 @@ def test_extreme_ratios_stay_finite() -> None:
     logprobs = torch.tensor([[0.0, -1e4, 0.0]], requires_grad=True)
     old = torch.tensor([[-1e4, 0.0, 0.0]])
     for a in (1.0, -1.0):
-        loss, _ = losses.clipped_surrogate(log_ratio(logprobs, old, torch.ones(1, 3)), torch.tensor([a]), 0.2, 0.28)
+        loss, _ = losses.clipped_surrogate(
+            log_ratio(logprobs, old, torch.ones(1, 3)), torch.tensor([a]), 0.2, 0.28
+        )
         (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
         assert torch.isfinite(loss).all() and torch.isfinite(gradient).all()
     assert torch.isfinite(kl.k3(logprobs, old)).all()
@@ -112,7 +116,11 @@ def test_losses_and_their_gradients_against_a_loop(name: str) -> None:
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     for i in range(4):
         for j in range(4):
-            r, a, logp = math.exp(LOGPROBS[i, j] - OLD[i, j]), float(advantage[i, j]), float(LOGPROBS[i, j])
+            r, a, logp = (
+                math.exp(LOGPROBS[i, j] - OLD[i, j]),
+                float(advantage[i, j]),
+                float(LOGPROBS[i, j]),
+            )
             cut, value, slope = by_definition(name, r, a, logp)
             assert bool(clipped[i, j]) == cut
             assert float(loss[i, j]) == pytest.approx(value, rel=1e-9)
@@ -121,10 +129,14 @@ def test_losses_and_their_gradients_against_a_loop(name: str) -> None:
 
 
 def by_definition(name: str, r: float, a: float, logp: float) -> tuple[bool, float, float]:
-    """Returns whether bounds took effect, the loss, and its derivative by the log-probability (dr/dlogp = r)."""
+    """Return whether bounds took effect, the loss, and its derivative by the log-probability (dr/dlogp = r)."""
     if name == "dual clip":
         cut = r > 1.28 if a > 0 else r < 0.8 or r > 2.0
-        value = -min(r * a, min(max(r, 0.8), 1.28) * a) if a > 0 else -max(min(r * a, max(r, 0.8) * a), 2.0 * a)
+        value = (
+            -min(r * a, min(max(r, 0.8), 1.28) * a)
+            if a > 0
+            else -max(min(r * a, max(r, 0.8) * a), 2.0 * a)
+        )
         return cut, value, 0.0 if cut else -r * a
     if name == "cispo":
         weight = min(max(r, 0.5), 2.0)
@@ -151,11 +163,13 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(level: str) -> None:
 
 
 def test_gspo_with_turn_advantages_weights_each_token_by_its_advantage() -> None:
-    """The sequence decides about clipping, the turn about direction: a turn without advantage is not moved."""
+    """Return the sequence decides about clipping, the turn about direction: a turn without advantage is not moved."""
     logprobs = LOGPROBS.clone().requires_grad_()
     advantage = torch.zeros(4, 4, dtype=torch.float64)
     advantage[1, 2:] = -1.0
-    loss, _ = losses.clipped_surrogate(log_ratio(logprobs, LOGPROBS, MASK, "geometric"), advantage, 3e-4, 4e-4)
+    loss, _ = losses.clipped_surrogate(
+        log_ratio(logprobs, LOGPROBS, MASK, "geometric"), advantage, 3e-4, 4e-4
+    )
     gradient = torch.autograd.grad(loss.sum(), logprobs)[0]
     assert gradient.tolist() == [[0.0] * 4, [0.0, 0.0, 1.0, 1.0], [0.0] * 4, [0.0] * 4]
 
@@ -199,7 +213,7 @@ LOGITS, REFERENCE = noise(9, 5), noise(10, 5).log_softmax(0)
 
 
 def expected_gradient(estimator: str, sampler: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns the estimator's gradient with respect to logits, averaged over every token the sampling policy might
+    """Return the estimator's gradient with respect to logits, averaged over every token the sampling policy might
     draw.
     """
     logits = LOGITS.clone().requires_grad_()
@@ -216,7 +230,7 @@ def true_gradient() -> torch.Tensor:
 
 
 def test_gradients_of_kl_estimators_compared_with_that_of_the_divergence() -> None:
-    """The gradients of k2 and the weighted k3 equal the divergence's, k1's is zero on average, and k3's is
+    """Return the gradients of k2 and the weighted k3 equal the divergence's, k1's is zero on average, and k3's is
     another one.
     """
     torch.testing.assert_close(expected_gradient("k2"), true_gradient())
@@ -273,12 +287,17 @@ def test_the_kl_penalty_is_subtracted_from_the_reward() -> None:
     estimate = LOGPROBS.clone().requires_grad_()
     got = kl.penalty(estimate, MASK, 0.1)
     assert not got.requires_grad
-    expected = [[-0.1 * float(LOGPROBS[i, j]) if MASK[i, j] else 0.0 for j in range(4)] for i in range(4)]
+    expected = [
+        [-0.1 * float(LOGPROBS[i, j]) if MASK[i, j] else 0.0 for j in range(4)] for i in range(4)
+    ]
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_k3_is_the_expectation_of_the_divergence() -> None:
-    p, q = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64), torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
+    p, q = (
+        torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64),
+        torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64),
+    )
     estimates = kl.k3(p.log(), q.log())
     assert float((p * estimates).sum()) == pytest.approx(float((p * (p / q).log()).sum()), abs=1e-12)
     assert (estimates >= 0).all()
@@ -298,9 +317,9 @@ def test_weights_agree_with_a_loop() -> None:
     }
     for name, value in expected.items():
         denominator = count(MASK, name)
-        assert float((numbers * aggregation.weights(MASK, name, denominator, denominator, 16)).sum()) == pytest.approx(
-            value, abs=1e-6
-        )
+        assert float(
+            (numbers * aggregation.weights(MASK, name, denominator, denominator, 16)).sum()
+        ) == pytest.approx(value, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)

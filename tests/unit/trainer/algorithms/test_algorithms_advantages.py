@@ -21,7 +21,9 @@ ESTIMATORS = {
     "without std": lambda rewards: advantages.group_relative(rewards, normalize_std=False),
     "leave_one_out": advantages.leave_one_out,
     "max_rl": advantages.max_rl,
-    "normalize_then_sum": lambda rewards: advantages.normalize_then_sum(rewards.unsqueeze(0), torch.ones(1)),
+    "normalize_then_sum": lambda rewards: advantages.normalize_then_sum(
+        rewards.unsqueeze(0), torch.ones(1)
+    ),
 }
 
 
@@ -53,7 +55,9 @@ def test_max_rl_refuses_negative_rewards() -> None:
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("rewards", [[[5.0]], [[0.1] * 8], [[1e8] * 3], [[0.0] * 4], [[1 / 3] * 7]])
-def test_groups_of_one_and_without_spread_get_exactly_zero(name: str, rewards: list[list[float]]) -> None:
+def test_groups_of_one_and_without_spread_get_exactly_zero(
+    name: str, rewards: list[list[float]]
+) -> None:
     assert torch.equal(ESTIMATORS[name](torch.tensor(rewards)), torch.zeros(1, len(rewards[0])))
 
 
@@ -73,7 +77,11 @@ def test_normalize_then_sum_against_a_loop() -> None:
             for reward, weight in zip(rewards.tolist(), (1.0, 0.25), strict=True):
                 spread = statistics.pstdev(reward[p])
                 if max(reward[p]) > min(reward[p]):
-                    expected += weight * (reward[p][g] - statistics.fmean(reward[p])) / (spread + advantages.EPSILON)
+                    expected += (
+                        weight
+                        * (reward[p][g] - statistics.fmean(reward[p]))
+                        / (spread + advantages.EPSILON)
+                    )
             assert float(got[p, g]) == pytest.approx(expected, abs=1e-4)
 
 
@@ -90,7 +98,11 @@ def test_reinforce_pp_with_a_baseline_is_the_centred_rewards_whitened_over_the_s
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (50, 40)])
 def test_a_step_without_spread_is_whitened_to_exactly_zero(value: float, shape: tuple[int, int]) -> None:
     """Rounding makes the difference of two sums of squares nonzero, or even negative, where there is no spread."""
-    values, mask, zeros = torch.full(shape, value, dtype=torch.float64), torch.ones(shape), torch.zeros(shape)
+    values, mask, zeros = (
+        torch.full(shape, value, dtype=torch.float64),
+        torch.ones(shape),
+        torch.zeros(shape),
+    )
     assert torch.equal(advantages.whiten(values, mask, advantages.moments(values, mask)), zeros)
     assert torch.equal(advantages.whiten(values, zeros, advantages.moments(values, zeros)), zeros)
 
@@ -156,10 +168,13 @@ def test_gae_against_a_double_loop(discount: float, trace: float) -> None:
         tokens = sampled(row)
         padded_values = [float(values[row, t]) for t in tokens] + [0.0]
         surprises = [
-            float(rewards[row, t]) + discount * padded_values[i + 1] - padded_values[i] for i, t in enumerate(tokens)
+            float(rewards[row, t]) + discount * padded_values[i + 1] - padded_values[i]
+            for i, t in enumerate(tokens)
         ]
         for i, t in enumerate(tokens):
-            expected[row, t] = sum((discount * trace) ** (j - i) * surprises[j] for j in range(i, len(tokens)))
+            expected[row, t] = sum(
+                (discount * trace) ** (j - i) * surprises[j] for j in range(i, len(tokens))
+            )
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(targets, (expected + values) * MASK)
 

@@ -52,7 +52,7 @@ def test_extreme_ratios_stay_finite_on_every_level(level: str) -> None:
 
 
 def test_geometric_masking_with_token_weights_and_its_metrics_against_loops() -> None:
-    """Ratios of one level decide which tokens are kept, ratios of another level weight them."""
+    """Return ratios of one level decide which tokens are kept, ratios of another level weight them."""
     old, engine = log_probabilities()
     ratios = corrections.rollout_ratios(old, engine, MASK)
     kept = corrections.within(corrections.rollout_ratios(old, engine, MASK, "geometric"), 0.6, 1.8)
@@ -86,7 +86,9 @@ def test_correction_sums_add_up_over_any_split() -> None:
     kept = corrections.within(ratios, 0.5, 2.0)
     expected = corrections.correction_sums(ratios, 1.5, kept, MASK)
     for key, value in expected.items():
-        rows = (corrections.correction_sums(ratios[[i]], 1.5, kept[[i]], MASK[[i]])[key] for i in range(4))
+        rows = (
+            corrections.correction_sums(ratios[[i]], 1.5, kept[[i]], MASK[[i]])[key] for i in range(4)
+        )
         torch.testing.assert_close(sum(rows), value)
 
 
@@ -104,10 +106,19 @@ def test_stale_samples_are_left_out_only_where_they_are_bad() -> None:
     policy = torch.tensor([[-3.0, -3.0], [-3.0, -3.0], [-1.4, -1.4], [-3.0, -1.0]])
     engine = torch.full((4, 2), -1.0)
     mask = torch.tensor([[1, 1], [1, 1], [1, 1], [0, 1]])
-    kept = corrections.not_stale(policy, engine, torch.tensor([-1.0, 1.0, -1.0, -1.0]), mask, threshold=0.5)
-    assert [bool(row[m.bool()].all()) for row, m in zip(kept, mask, strict=True)] == [False, True, True, True]
+    kept = corrections.not_stale(
+        policy, engine, torch.tensor([-1.0, 1.0, -1.0, -1.0]), mask, threshold=0.5
+    )
+    assert [bool(row[m.bool()].all()) for row, m in zip(kept, mask, strict=True)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
     assert kept.shape == mask.shape
-    by_token = corrections.not_stale(policy, engine, torch.tensor([[-1.0, 1.0]] * 4), mask, threshold=0.5)
+    by_token = corrections.not_stale(
+        policy, engine, torch.tensor([[-1.0, 1.0]] * 4), mask, threshold=0.5
+    )
     assert by_token[0].tolist() == [False, True]
 
 
@@ -155,8 +166,12 @@ def test_groups_are_informative_where_rewards_differ() -> None:
         ("111", 3, SamplingDecision([0, 1, 2], 0, 0)),
     ],
 )
-def test_dynamic_sampling_ends_at_its_bound(signals: str, rounds: int, expected: SamplingDecision) -> None:
-    got = dynamic_sampling([s == "1" for s in signals], wanted=3, rounds=rounds, max_rounds=3, oversampling=1.5)
+def test_dynamic_sampling_ends_at_its_bound(
+    signals: str, rounds: int, expected: SamplingDecision
+) -> None:
+    got = dynamic_sampling(
+        [s == "1" for s in signals], wanted=3, rounds=rounds, max_rounds=3, oversampling=1.5
+    )
     assert got == expected
 
 

@@ -31,7 +31,9 @@ LOSSES = {
     "dual clip": clipped("token", 2.0),
     "gspo": clipped("geometric"),
     "whole sequence": clipped("sequence"),
-    "cispo": lambda b: losses.cispo(log_ratio(b["new"], b["old"], b["mask"]), b["new"], b["advantages"], 1.0, 0.5)[0],
+    "cispo": lambda b: losses.cispo(
+        log_ratio(b["new"], b["old"], b["mask"]), b["new"], b["advantages"], 1.0, 0.5
+    )[0],
     "sapo": lambda b: losses.sapo(log_ratio(b["new"], b["old"], b["mask"]), b["advantages"])[0],
     "reinforce": lambda b: losses.reinforce(b["new"], b["advantages"])[0],
     "value": lambda b: losses.clipped_value_loss(b["new"], b["old"], b["engine"], 0.3)[0],
@@ -39,9 +41,12 @@ LOSSES = {
 CORRECTIONS = {
     "none": lambda b: torch.ones_like(b["mask"]),
     "tokens": lambda b: corrections.rollout_ratios(b["old"], b["engine"], b["mask"]).clamp(max=1.5),
-    "sequences": lambda b: corrections.rollout_ratios(b["old"], b["engine"], b["mask"], "sequence").clamp(max=1.5),
+    "sequences": lambda b: corrections.rollout_ratios(
+        b["old"], b["engine"], b["mask"], "sequence"
+    ).clamp(max=1.5),
     "icepop": lambda b: (
-        (r := corrections.rollout_ratios(b["old"], b["engine"], b["mask"])) * corrections.within(r, 0.5, 2.0)
+        (r := corrections.rollout_ratios(b["old"], b["engine"], b["mask"]))
+        * corrections.within(r, 0.5, 2.0)
     ),
     "geometric": lambda b: corrections.within(
         corrections.rollout_ratios(b["old"], b["engine"], b["mask"], "geometric"), 0.8, 1.2
@@ -53,16 +58,23 @@ CORRECTIONS = {
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]], list[int], int]:
-    """Draws sequences as lists of mask bits, their micro-batches, the padding of each, and a seed."""
-    sequences = draw(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=5))
+    """Draw sequences as lists of mask bits, their micro-batches, the padding of each, and a seed."""
+    sequences = draw(
+        st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=5)
+    )
     sequences.append([1])
     bins = draw(st.lists(st.integers(0, 3), min_size=len(sequences), max_size=len(sequences)))
     parts = [[i for i, b in enumerate(bins) if b == k] for k in range(4)]
-    return sequences, parts, draw(st.lists(st.integers(0, 3), min_size=4, max_size=4)), draw(st.integers(0, 10**6))
+    return (
+        sequences,
+        parts,
+        draw(st.lists(st.integers(0, 3), min_size=4, max_size=4)),
+        draw(st.integers(0, 10**6)),
+    )
 
 
 def tensors(sequences: list[list[int]], seed: int) -> Rows:
-    """Returns the whole step in one batch; `new` and `entropy` are the leaves that gradients are taken of."""
+    """Return the whole step in one batch; `new` and `entropy` are the leaves that gradients are taken of."""
     generator = torch.Generator().manual_seed(seed)
     width = max(map(len, sequences))
     mask = torch.tensor([row + [0] * (width - len(row)) for row in sequences], dtype=torch.float64)
@@ -85,17 +97,21 @@ def tensors(sequences: list[list[int]], seed: int) -> Rows:
 
 
 def part(rows: Rows, indices: list[int], lengths: list[int], extra: int, garbage: float) -> Rows:
-    """Returns a micro-batch: some rows, wider than the longest of them, with garbage where there is no sequence."""
+    """Return a micro-batch: some rows, wider than the longest of them, with garbage where there is no sequence."""
     width = max((lengths[i] for i in indices), default=1) + extra
     cut: Rows = {}
     for name, tensor in rows.items():
-        padded = torch.nn.functional.pad(tensor[indices], (0, max(0, width - tensor.shape[1])))[:, :width]
+        padded = torch.nn.functional.pad(tensor[indices], (0, max(0, width - tensor.shape[1])))[
+            :, :width
+        ]
         outside = torch.arange(width) >= torch.tensor([lengths[i] for i in indices]).unsqueeze(1)
         cut[name] = padded if name == "mask" else torch.where(outside, garbage, padded)
     return cut
 
 
-def loss_of(batch: Rows, name: str, correction: str, estimator: str, how: str, counts: dict[str, float]) -> Tensor:
+def loss_of(
+    batch: Rows, name: str, correction: str, estimator: str, how: str, counts: dict[str, float]
+) -> Tensor:
     loss = LOSSES[name](batch)
     if name != "value":
         loss = loss * CORRECTIONS[correction](batch) + losses.entropy_bonus(batch["entropy"], 0.1)
@@ -115,16 +131,23 @@ def test_no_split_and_no_padding_changes_loss_or_gradient(step, correction, esti
     sequences, parts, padding, seed = step
     rows, lengths = tensors(sequences, seed), [len(row) for row in sequences]
     leaves = [rows["new"], rows["entropy"]]
-    batches = [part(rows, indices, lengths, extra, garbage) for indices, extra in zip(parts, padding, strict=True)]
+    batches = [
+        part(rows, indices, lengths, extra, garbage)
+        for indices, extra in zip(parts, padding, strict=True)
+    ]
     tokens, sequences = float(rows["mask"].sum()), float(rows["mask"].any(dim=1).sum())
     counts = {how: tokens if how == "token_mean" else sequences for how in AGGREGATIONS}
     for name in LOSSES:
         for how in AGGREGATIONS:
             full_loss = loss_of(rows, name, correction, estimator, how, counts)
-            pieces = torch.stack([loss_of(b, name, correction, estimator, how, counts) for b in batches]).sum()
+            pieces = torch.stack(
+                [loss_of(b, name, correction, estimator, how, counts) for b in batches]
+            ).sum()
             torch.testing.assert_close(pieces, full_loss, rtol=1e-6, atol=1e-9)
             gradients = [
-                torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
+                torch.autograd.grad(
+                    total, leaves, retain_graph=True, allow_unused=True, materialize_grads=True
+                )
                 for total in (pieces, full_loss)
             ]
             for split, one in zip(*gradients, strict=True):
@@ -135,10 +158,12 @@ def test_no_split_and_no_padding_changes_loss_or_gradient(step, correction, esti
 @settings(max_examples=15, deadline=None, database=None)
 @given(step=steps(), discount=st.sampled_from([1.0, 0.9]), trace=st.sampled_from([1.0, 0.95, 0.0]))
 def test_token_advantages_do_not_depend_on_the_split(step, discount: float, trace: float) -> None:
-    """Advantages are whitened over the step from moments of its parts; padding and masked positions have no effect."""
+    """Return advantages are whitened over the step from moments of its parts; padding and masked positions have no effect."""
     sequences, parts, padding, seed = step
     rows, lengths = tensors(sequences, seed), [len(row) for row in sequences]
-    batches = [part(rows, indices, lengths, extra, 9.0) for indices, extra in zip(parts, padding, strict=True)]
+    batches = [
+        part(rows, indices, lengths, extra, 9.0) for indices, extra in zip(parts, padding, strict=True)
+    ]
 
     def estimate(batch: Rows) -> Tensor:
         return advantages.gae(batch["reference"], batch["old"], batch["mask"], discount, trace)[0]

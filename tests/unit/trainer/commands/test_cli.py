@@ -32,7 +32,9 @@ def test_help_lists_every_command_and_imports_neither_torch_nor_vllm():
     *help_text, imported = output.splitlines()
     assert imported == "[]"
     files = [
-        path for path in Path(trainer.commands.__path__[0]).glob("*.py") if "\ndef add_arguments(" in path.read_text()
+        path
+        for path in Path(trainer.commands.__path__[0]).glob("*.py")
+        if "\ndef add_arguments(" in path.read_text()
     ]
     assert len(files) >= 7
     for name in ["train", "sft", *(path.stem for path in files)]:
@@ -65,9 +67,13 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("why", ["too long", "closed"])
 def test_an_impossible_path_is_one_sentence_in_every_command(
-    command: str, why: str, tiny_qwen2: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    command: str,
+    why: str,
+    tiny_qwen2: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     recipe = tmp_path / "recipe.yaml"
     paths = f"run: {{output_dir: {tmp_path}, device: cpu}}\nmodel: {{path: {tiny_qwen2}}}\ndata: {{path: {tmp_path}}}\n"
     recipe.write_text(f"{paths}reward: {{functions: [exact_match]}}\nengine: {{max_model_len: 2048}}\n")
@@ -76,7 +82,15 @@ def test_an_impossible_path_is_one_sentence_in_every_command(
     if why == "closed":
         closed.parent.mkdir()
         refuse_below(closed.parent, monkeypatch)
-    assert main([word.replace("{recipe}", str(recipe)).replace("{}", str(path)) for word in COMMANDS[command]]) == 2
+    assert (
+        main(
+            [
+                word.replace("{recipe}", str(recipe)).replace("{}", str(path))
+                for word in COMMANDS[command]
+            ]
+        )
+        == 2
+    )
     message = capsys.readouterr().err
     assert (
         message.startswith("hotbunk: ")
@@ -87,7 +101,7 @@ def test_an_impossible_path_is_one_sentence_in_every_command(
 
 
 def refuse_below(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuses access below a folder, as the kernel would; the tests may run as root, which may enter every folder."""
+    """Refuse access below a folder, as the kernel would; the tests may run as root, which may enter every folder."""
 
     def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
         def refusing(path: Any, *arguments: Any, **options: Any) -> Any:
@@ -97,7 +111,10 @@ def refuse_below(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return refusing
 
-    for module, names in ((os, ["stat", "lstat", "mkdir", "open", "listdir", "scandir"]), (io, ["open"])):
+    for module, names in (
+        (os, ["stat", "lstat", "mkdir", "open", "listdir", "scandir"]),
+        (io, ["open"]),
+    ):
         for name in names:
             monkeypatch.setattr(module, name, guarded(getattr(module, name)))
     monkeypatch.setattr(builtins, "open", io.open)
@@ -114,21 +131,36 @@ def test_help_and_recipes_work_in_an_ascii_locale(tmp_path: Path) -> None:
     ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     for words in (["--help"], ["train", "--help"], ["train", str(recipe), "--check"]):
         done = subprocess.run(
-            [sys.executable, "-m", "trainer", *words], cwd=ROOT, env=ascii_only, capture_output=True, timeout=120
+            [sys.executable, "-m", "trainer", *words],
+            cwd=ROOT,
+            env=ascii_only,
+            capture_output=True,
+            timeout=120,
         )
-        assert done.returncode == (2 if words[-1] == "--check" else 0) and b"Traceback" not in done.stderr, done.stderr
-    assert b"model.path: there is no folder m" in done.stderr or b"model.path: m is not a folder" in done.stderr
+        assert (
+            done.returncode == (2 if words[-1] == "--check" else 0) and b"Traceback" not in done.stderr
+        ), done.stderr
+    assert (
+        b"model.path: there is no folder m" in done.stderr
+        or b"model.path: m is not a folder" in done.stderr
+    )
 
 
 def test_no_file_is_read_or_written_in_the_locales_encoding() -> None:
     unsaid = []
-    for file in (file for folder in ("trainer", "generation", "sharding") for file in (ROOT / folder).rglob("*.py")):
+    for file in (
+        file
+        for folder in ("trainer", "generation", "sharding")
+        for file in (ROOT / folder).rglob("*.py")
+    ):
         for node in ast.walk(ast.parse(file.read_bytes())):
             if not isinstance(node, ast.Call) or any(word.arg == "encoding" for word in node.keywords):
                 continue
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             modes = [
-                a.value for a in node.args if isinstance(a, ast.Constant) and re.fullmatch("[rwax+]+", str(a.value))
+                a.value
+                for a in node.args
+                if isinstance(a, ast.Constant) and re.fullmatch("[rwax+]+", str(a.value))
             ]
             argument_count = len(node.args)
             if (name, argument_count) in (("read_text", 0), ("write_text", 1)) or (
@@ -145,8 +177,13 @@ def test_code_of_the_users_that_exits_is_named_with_its_line(
     """Without it a command would end with exit code 0 and print nothing."""
     script = tmp_path / "mine.py"
     script.write_text(f"import sys\ndef main(arguments):\n    sys.exit({code})\n")
-    monkeypatch.setattr("trainer.cli._module", lambda command: SimpleNamespace(main=load(f"{script}:main")))
+    monkeypatch.setattr(
+        "trainer.cli._module", lambda command: SimpleNamespace(main=load(f"{script}:main"))
+    )
     monkeypatch.setattr("trainer.cli.parse", lambda argv: SimpleNamespace(command="doctor"))
     assert main(["doctor"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"hotbunk: {script}, line 3, ends the process (SystemExit: ") and error.count("\n") == 1
+    assert (
+        error.startswith(f"hotbunk: {script}, line 3, ends the process (SystemExit: ")
+        and error.count("\n") == 1
+    )

@@ -40,10 +40,16 @@ def recipe(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     folder = tiny_model(layers=1)
     rows = [{"prompt": text, "answer": "42", "level": 1, "source": "s"} for text in QUESTIONS]
     write(tmp_path / "train.jsonl", rows)
-    write(tmp_path / "eval.jsonl", [{"prompt": "9 - 2", "answer": "7"}, {"prompt": "1 + 1", "answer": "2"}])
+    write(
+        tmp_path / "eval.jsonl", [{"prompt": "9 - 2", "answer": "7"}, {"prompt": "1 + 1", "answer": "2"}]
+    )
     sections = {
         "model": {"path": str(folder)},
-        "data": {"path": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 64, "system_prompt": "Count."},
+        "data": {
+            "path": str(tmp_path / "train.jsonl"),
+            "max_prompt_tokens": 64,
+            "system_prompt": "Count.",
+        },
         "eval": {"every": 1, "datasets": {"held_out": {"path": str(tmp_path / "eval.jsonl")}}},
         "sampling": {"max_tokens": 8},
         "engine": {"max_model_len": 128},
@@ -71,7 +77,9 @@ def prompt_ids(recipe: Path, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_the_figures_are_those_of_the_rows(kind: str, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_figures_are_those_of_the_rows(
+    kind: str, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = recipe.parent / "train.jsonl"
     if kind == "parquet":
         rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -86,8 +94,11 @@ def test_the_figures_are_those_of_the_rows(kind: str, recipe: Path, capsys: pyte
     assert facts["dropped"] == {"is longer than data.max_prompt_tokens": too_long}
     ordered = sorted(lengths)
     assert [facts["lengths"][key] for key in ("least", "median", "p95", "longest")] == [
-        ordered[0], ordered[2], ordered[5], ordered[5],
-    ]  # fmt: skip
+        ordered[0],
+        ordered[2],
+        ordered[5],
+        ordered[5],
+    ]
     assert sum(facts["lengths"]["histogram"]) == 6
     assert facts["duplicates"] == [[2, 0], [5, 1]]
     assert facts["shared"] == {"held_out": [4]}
@@ -113,17 +124,26 @@ def test_a_warm_start_shows_what_is_trained(recipe: Path, capsys: pytest.Capture
     write(data, [{"messages": turns * 2}, {"messages": turns[:1]}, {"messages": turns * 2}])
     words = ("--data.path", str(data), "--sft", "--eval.every", "0", "--data.system_prompt", "null")
     facts = facts_of(capsys, recipe, *words)
-    assert (facts["rows"], facts["used"], facts["limit"]) == (3, 2, 64 + load_config(recipe, []).sft.max_tokens)
+    assert (facts["rows"], facts["used"], facts["limit"]) == (
+        3,
+        2,
+        64 + load_config(recipe, []).sft.max_tokens,
+    )
     assert facts["dropped"] == {"has no assistant turn": [1]} and facts["duplicates"] == [[2, 0]]
     question = "<|im_start|>user\n6 * 7<|im_end|>\n<|im_start|>assistant\n"
     assert facts["examples"][0]["pieces"] == [
-        [question, False], ["42<|im_end|>", True], [f"\n{question}", False], ["42<|im_end|>", True],
-    ]  # fmt: skip
+        [question, False],
+        ["42<|im_end|>", True],
+        [f"\n{question}", False],
+        ["42<|im_end|>", True],
+    ]
     capsys.readouterr()
     assert main(["data", str(recipe), *words, "--rows", "1"]) == 0
     shown = capsys.readouterr().out
     assert (
-        "⟦42<|im_end|>⟧" in shown and "row 2, which is like row 0" in shown and "has no assistant turn: row 1" in shown
+        "⟦42<|im_end|>⟧" in shown
+        and "row 2, which is like row 0" in shown
+        and "has no assistant turn: row 1" in shown
     )
 
 
@@ -139,11 +159,21 @@ def test_columns_that_a_reward_reads_are_told_from_those_that_nobody_reads(
     functions = json.dumps([{"name": "exact_match"}, {"name": f"{rewards}:{function}"}])
     facts = facts_of(capsys, recipe, "--reward.functions", functions)
     assert (facts["columns_read"], facts["readers"]) == (read, readers)
-    assert sorted(facts["columns_read"] + facts["columns_passed"]) == ["answer", "level", "prompt", "source"]
+    assert sorted(facts["columns_read"] + facts["columns_passed"]) == [
+        "answer",
+        "level",
+        "prompt",
+        "source",
+    ]
 
 
-def test_answers_for_which_a_reward_can_never_be_1_are_named(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"prompt": str(number), "answer": answer} for number, answer in enumerate(["1", "one", "2", "two"])]
+def test_answers_for_which_a_reward_can_never_be_1_are_named(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"prompt": str(number), "answer": answer}
+        for number, answer in enumerate(["1", "one", "2", "two"])
+    ]
     write(recipe.parent / "train.jsonl", rows)
     facts = facts_of(capsys, recipe, "--reward.functions", '[{"name": "numeric_match"}]')
     ((reason, named),) = facts["remarks"].items()
@@ -157,12 +187,16 @@ def test_what_is_wrong_with_a_template_is_shown(
     words = ["--model.path", str(model), "--data.chat_template_kwargs", "{enable_thinkng: false}"]
     facts = facts_of(capsys, recipe, *words, "--rows", "0")
     unread, ends = facts["template"]
-    assert unread.startswith("data.chat_template_kwargs has enable_thinkng, which the chat template never reads")
+    assert unread.startswith(
+        "data.chat_template_kwargs has enable_thinkng, which the chat template never reads"
+    )
     assert ends.startswith("answers end with <|im_end|> (2), too") and facts["examples"] == []
     assert facts["ends"] == ["<|endoftext|> (0)", "<|im_end|> (2)"]
 
 
-def test_a_row_that_cannot_be_used_ends_in_its_sentence(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_that_cannot_be_used_ends_in_its_sentence(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(recipe.parent / "train.jsonl", [{"prompt": "1", "answer": "1"}, {"prompt": "", "answer": "1"}])
     assert main(["data", str(recipe)]) == 2
     assert "hotbunk: row 1 of " in capsys.readouterr().err
@@ -180,9 +214,15 @@ def test_quantiles_are_lengths_and_bins_count_them(lengths: list[int]) -> None:
     assert len(str(histogram(figures)).splitlines()) == 8
 
 
-@pytest.mark.parametrize(("rows", "name"), [
-    ([4], "row 4"), ([4, 6], "rows 4 and 6"), ([1, 2, 3], "rows 1, 2 and 3"), ([1, 2, 3, 9], "rows 1, 2, 3 and 1 more"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "name"),
+    [
+        ([4], "row 4"),
+        ([4, 6], "rows 4 and 6"),
+        ([1, 2, 3], "rows 1, 2 and 3"),
+        ([1, 2, 3, 9], "rows 1, 2, 3 and 1 more"),
+    ],
+)
 def test_rows_are_named_in_few_words(rows: list[int], name: str) -> None:
     assert named_rows(rows) == name
 
@@ -190,26 +230,39 @@ def test_rows_are_named_in_few_words(rows: list[int], name: str) -> None:
 def test_the_screen_fits_80_columns_and_loses_no_text() -> None:
     lengths = TokenLengths.of([*range(1, 4000, 7), 900, 901])
     facts = Survey("some/" * 20 + "data.jsonl", 4096, rows=12345, used=12000, lengths=lengths)
-    facts.columns_read, facts.columns_passed = ["prompt", "answer"], [f"column_{number}" for number in range(20)]
+    facts.columns_read, facts.columns_passed = (
+        ["prompt", "answer"],
+        [f"column_{number}" for number in range(20)],
+    )
     facts.dropped = {"is longer than data.max_prompt_tokens": list(range(345))}
-    example = Example(3, [("a question\x07 " * 30 + "<|im_start|>", False), ("an answer", True)], ["look"], 12, 1)
+    example = Example(
+        3, [("a question\x07 " * 30 + "<|im_start|>", False), ("an answer", True)], ["look"], 12, 1
+    )
     console = Console(width=80, file=io.StringIO())
     console.print(table(facts))
     console.print(panel(example, ["<|im_start|>"], colours=False))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, text.splitlines())) <= 80
     words = "".join(text.replace("│", "").split())
-    assert all(name in words for name in facts.columns_passed) and "345rows,sinceeachislongerthan" in words
-    assert "⟦ananswer⟧" in words and "\x07" not in text and "row 3, 12 tokens, 1 image, tools look" in text
+    assert (
+        all(name in words for name in facts.columns_passed) and "345rows,sinceeachislongerthan" in words
+    )
+    assert (
+        "⟦ananswer⟧" in words and "\x07" not in text and "row 3, 12 tokens, 1 image, tools look" in text
+    )
 
 
 def test_a_run_starts_with_a_short_form(tiny_model: TinyModel) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model(layers=1))
 
     def prompts(*texts: str) -> list[Prompt]:
-        return [Prompt(number, tuple(tokenizer(text)["input_ids"]), {}) for number, text in enumerate(texts)]
+        return [
+            Prompt(number, tuple(tokenizer(text)["input_ids"]), {}) for number, text in enumerate(texts)
+        ]
 
-    lines = list(prompt_lines(prompts("1+1", "2", "1+1", "3"), {"held_out": prompts("3", "4", "2")}, tokenizer))
+    lines = list(
+        prompt_lines(prompts("1+1", "2", "1+1", "3"), {"held_out": prompts("3", "4", "2")}, tokenizer)
+    )
     assert lines == [
         "prompts have from 1 to 3 tokens, median 1, p95 3",
         "the first prompt is '1+1'",

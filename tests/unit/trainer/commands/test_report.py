@@ -24,16 +24,45 @@ from trainer.run.screen import Report
 
 ROWS = [
     {"train/step": 0, "eval/accuracy": 0.25, "eval/maths/pass@4": 0.5, "time/eval": 2.0},
-    {"train/step": 1, "reward/mean": 0.5, "gap/max": 1e-5, "gap/mean": 1e-6, "time/step": 4.0, "time/rollout": 3.0},
-    {"train/step": 2, "reward/mean": 0.75, "gap/max": 3e-5, "gap/mean": 3e-6, "time/step": 6.0, "time/rollout": 5.0},
     {
-        "train/step": 3, "reward/mean": 0.25, "gap/max": None, "skipped_steps": 2.0, "rollout/failed": 1.0,
-        "length/truncated": 0.25, "time/step": 60.0, "eval/accuracy": 0.125, "memory/engine_gib_awake": 1.5,
-        "memory/offloaded_gib": 0.25, "memory/peak_allocated_bytes": 3 * 2.0**30, "memory/alloc_retries": 2.0,
+        "train/step": 1,
+        "reward/mean": 0.5,
+        "gap/max": 1e-5,
+        "gap/mean": 1e-6,
+        "time/step": 4.0,
+        "time/rollout": 3.0,
     },
-]  # fmt: skip
+    {
+        "train/step": 2,
+        "reward/mean": 0.75,
+        "gap/max": 3e-5,
+        "gap/mean": 3e-6,
+        "time/step": 6.0,
+        "time/rollout": 5.0,
+    },
+    {
+        "train/step": 3,
+        "reward/mean": 0.25,
+        "gap/max": None,
+        "skipped_steps": 2.0,
+        "rollout/failed": 1.0,
+        "length/truncated": 0.25,
+        "time/step": 60.0,
+        "eval/accuracy": 0.125,
+        "memory/engine_gib_awake": 1.5,
+        "memory/offloaded_gib": 0.25,
+        "memory/peak_allocated_bytes": 3 * 2.0**30,
+        "memory/alloc_retries": 2.0,
+    },
+]
 ANSWERS = [
-    {"train/step": 3, "prompt": f"p{n}?", "text": f"answer {n}", "reward": n / 10, "finish_reason": "stop"}
+    {
+        "train/step": 3,
+        "prompt": f"p{n}?",
+        "text": f"answer {n}",
+        "reward": n / 10,
+        "finish_reason": "stop",
+    }
     for n in (3, 1, 9, 5, 7, 9)
 ]
 
@@ -44,13 +73,17 @@ def run(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ANSWERS))
-    recipe = {"run": {"name": "mine", "steps": 3, "seed": 0}, "model": {"path": "m"}, "policy": {"lr": 2e-5}}
+    recipe = {
+        "run": {"name": "mine", "steps": 3, "seed": 0},
+        "model": {"path": "m"},
+        "policy": {"lr": 2e-5},
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(recipe))
     return folder
 
 
 def cells(lines: Iterator[Sequence[str]]) -> dict[str, list[str]]:
-    """Returns the lines of a table by their first cell."""
+    """Return the lines of a table by their first cell."""
     return {line[0]: list(line[1:]) for line in lines}
 
 
@@ -59,7 +92,10 @@ def test_the_report_of_a_finished_run_is_complete(run: Path) -> None:
     assert state(record).startswith("3 steps in 1 min 10 s, the last of them at ")
     table = cells(figures(record.rows))
     assert table["reward/mean"] == ["0.5", "0.75 (step 2)", "0.25", "▅█▁"]
-    assert table["eval/accuracy"] == ["0.25", "0.25 (step 0)", "0.125", "█▁"] and "eval/maths/pass@4" in table
+    assert (
+        table["eval/accuracy"] == ["0.25", "0.25 (step 0)", "0.125", "█▁"]
+        and "eval/maths/pass@4" in table
+    )
     assert cells(phases(record.rows))["rollout"] == ["8 s", "80.0%", "4.00 s", "5.00 s (step 2)"]
     gib = cells(memory(record.rows))
     assert gib == {"engine awake": ["1.50"], "offloaded": ["0.25"], "peak allocated": ["3.00"]}
@@ -67,15 +103,22 @@ def test_the_report_of_a_finished_run_is_complete(run: Path) -> None:
     assert "at most 3.0e-05 nats (step 2), 2.0e-06 on average" in text
     assert "2 updates skipped" in text and "1 episodes that failed" in text
     assert "reward functions" not in text  # none failed
-    recipe = {key: (value, usual, changed) for key, value, usual, changed in page_data([record])["recipe"]}
-    assert recipe["policy.lr"] == ("2.0e-05", "1.0e-06", True) and recipe["run.seed"] == ("0", "0", False)
+    recipe = {
+        key: (value, usual, changed) for key, value, usual, changed in page_data([record])["recipe"]
+    }
+    assert recipe["policy.lr"] == ("2.0e-05", "1.0e-06", True) and recipe["run.seed"] == (
+        "0",
+        "0",
+        False,
+    )
     assert recipe["model.path"] == ("m", "", True)
 
 
 def test_failed_rewards_are_reported_by_function_and_kind() -> None:
     kinds = ({"f/timeout": 2.0}, {"f/timeout": 1.0, "g/raised": 1.0})
     rows: list[dict[str, Any]] = [
-        {"train/step": n, "reward/errors": 2.0} | {f"reward/errors/{name}": count for name, count in counts.items()}
+        {"train/step": n, "reward/errors": 2.0}
+        | {f"reward/errors/{name}": count for name, count in counts.items()}
         for n, counts in enumerate(kinds)
     ]
     rows[1]["eval/misjudged"] = 0.125
@@ -85,7 +128,7 @@ def test_failed_rewards_are_reported_by_function_and_kind() -> None:
 
 
 def test_a_gap_that_was_not_measured_is_not_0_anywhere(run: Path) -> None:
-    """The gap of one step is not finite, and the first and the last step have none."""
+    """Return the gap of one step is not finite, and the first and the last step have none."""
     text = "\n".join(remarks(ROWS))
     assert "gap between trainer and engine: not finite in 1 steps, first in step 3" in text
     assert "not measured" not in text
@@ -96,7 +139,12 @@ def test_a_gap_that_was_not_measured_is_not_0_anywhere(run: Path) -> None:
 
     state = RunState()
     assert asdict(state)["largest_gap"] is None
-    for metrics, largest in (({}, None), ({"gap/max": 2e-5}, 2e-5), ({}, 2e-5), ({"gap/max": 1e-5}, 2e-5)):
+    for metrics, largest in (
+        ({}, None),
+        ({"gap/max": 2e-5}, 2e-5),
+        ({}, 2e-5),
+        ({"gap/max": 1e-5}, 2e-5),
+    ):
         state.count_step({"time/step": 1.0} | metrics)
         assert state.largest_gap == largest
     for gap in (math.nan, 1e-5):  # once it was not finite, no later one makes up for it
@@ -104,8 +152,12 @@ def test_a_gap_that_was_not_measured_is_not_0_anywhere(run: Path) -> None:
         assert math.isnan(state.largest_gap or 0.0)
 
 
-@pytest.mark.parametrize(("gap", "text"), [(None, "not measured between"), (2e-5, "at most 2.0e-05 nats between")])
-def test_the_last_screen_and_the_summary_tell_a_gap_of_0_from_none(gap: float | None, text: str, run: Path) -> None:
+@pytest.mark.parametrize(
+    ("gap", "text"), [(None, "not measured between"), (2e-5, "at most 2.0e-05 nats between")]
+)
+def test_the_last_screen_and_the_summary_tell_a_gap_of_0_from_none(
+    gap: float | None, text: str, run: Path
+) -> None:
     summary, report = finished(run, RunState(step=3, seconds=70.0, largest_gap=gap))
     assert summary["max_logprob_gap"] == gap
     console = Console(width=120, file=(screen := io.StringIO()))
@@ -125,8 +177,10 @@ def test_answers_in_slices_have_a_line_for_their_age() -> None:
 
 
 def finished(run: Path, state: RunState) -> tuple[dict[str, Any], Report]:
-    """Returns the summary and the last screen of a run that exports no model."""
-    config: Any = SimpleNamespace(run=SimpleNamespace(folder=run), checkpoint=SimpleNamespace(export_hf=False))
+    """Return the summary and the last screen of a run that exports no model."""
+    config: Any = SimpleNamespace(
+        run=SimpleNamespace(folder=run), checkpoint=SimpleNamespace(export_hf=False)
+    )
     config.model_dump = lambda: yaml.safe_load((run / "config.yaml").read_text())
     prompts, policy = type("Prompts", (list,), {"dropped": 0})(), SimpleNamespace(version=0)
     tracker, screen = mock.Mock(), mock.Mock()
@@ -150,23 +204,34 @@ def test_a_run_that_has_not_learned_says_so_on_its_last_screen_and_in_the_report
         "This run has not learned: its mean reward went from 0.25",
         "every answer got the same reward, 0.25",
     ):
-        assert sentence in screen.getvalue() and sentence in output and sentence in (run / "report.html").read_text()
+        assert (
+            sentence in screen.getvalue()
+            and sentence in output
+            and sentence in (run / "report.html").read_text()
+        )
 
 
-def test_a_killed_run_is_reported_up_to_its_last_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_run_is_reported_up_to_its_last_step(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     content = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(content[: content.rindex("{") + 40])
     (run / "completions.jsonl").unlink()
     assert [row["train/step"] for row in read_rows(run / "metrics.jsonl")] == [0, 1, 2]
     assert main(["report", str(run)]) == 0
     output = capsys.readouterr().out
-    assert "Not finished: 2 of 3 steps in 10 s" in output and "reward/mean" in output and f"{run}/report.html" in output
+    assert (
+        "Not finished: 2 of 3 steps in 10 s" in output
+        and "reward/mean" in output
+        and f"{run}/report.html" in output
+    )
     assert "Not finished: 2 of 3 steps in 10 s" in (run / "report.html").read_text()
 
 
 def test_the_last_screen_of_a_run_shows_accuracy_where_it_says_so(run: Path) -> None:
     _, report = finished(run, RunState(step=3, seconds=70.0, largest_gap=3e-5))
-    assert (report.before, report.after) == (0.25, 0.125)  # and not the mean of a weighted sum of rewards
+    # And not the mean of a weighted sum of rewards
+    assert (report.before, report.after) == (0.25, 0.125)
     assert report.rewards == [0.5, 0.75, 0.25]
 
 
@@ -181,4 +246,8 @@ def test_a_report_without_a_run_ends_in_one_sentence(
     (tmp_path / "begun" / "metrics.jsonl").write_text('{"train/st')
     assert main(["report", str(tmp_path / name)]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("hotbunk: ") and captured.err.count("\n") == 1 and sentence in captured.err
+    assert (
+        captured.err.startswith("hotbunk: ")
+        and captured.err.count("\n") == 1
+        and sentence in captured.err
+    )

@@ -34,24 +34,53 @@ STEPS = 12
 
 
 def write_run(folder: Path, steps: int = STEPS, text: str = HOSTILE) -> Path:
-    """Writes a run in which every name and text is `text`."""
+    """Write a run in which every name and text is `text`."""
     folder.mkdir()
     rows = {"metrics": [], "completions": [], "tokens": []}  # type: dict[str, list[dict[str, Any]]]
     for step in range(1, steps + 1):
-        figures = {"reward/mean": step / steps, "reward/std": 0.1, "gap/max": 1e-5 * step, "gap/mean": 1e-6}
-        figures |= {"time/rollout": 2.0, "time/update": 1.0, "time/step": 3.0, "memory/trainer_gib_update": 1.5}
+        figures = {
+            "reward/mean": step / steps,
+            "reward/std": 0.1,
+            "gap/max": 1e-5 * step,
+            "gap/mean": 1e-6,
+        }
+        figures |= {
+            "time/rollout": 2.0,
+            "time/update": 1.0,
+            "time/step": 3.0,
+            "memory/trainer_gib_update": 1.5,
+        }
         rows["metrics"].append({"train/step": step} | figures | {f"reward/{text}": 0.5, "entropy": 2.0})
-        answer = {"prompt_id": 7, "sample": 0, "prompt": text, "text": text, "answer": text, "reward": 0.5}
-        answer |= {"parts": {text: 0.5}, "finish_reason": text, "tokens": 3, "weight_version": step, "error": text}
+        answer = {
+            "prompt_id": 7,
+            "sample": 0,
+            "prompt": text,
+            "text": text,
+            "answer": text,
+            "reward": 0.5,
+        }
+        answer |= {
+            "parts": {text: 0.5},
+            "finish_reason": text,
+            "tokens": 3,
+            "weight_version": step,
+            "error": text,
+        }
         pieces = [[f"own {step} {text}", True], [f"a tool's {text}", False]]
         rows["completions"].append({"train/step": step} | answer | {"pieces": pieces})
         tokens = {"prompt_id": 7, "sample": 0, "reward": 0.5, "tokens": ["first", text, "last"]}
-        figures = {"gap": [0.002, None, -0.001], "entropy": [0.5, None, 1.0], "advantage": [-1.5, None, -1.5]}
+        figures = {
+            "gap": [0.002, None, -0.001],
+            "entropy": [0.5, None, 1.0],
+            "advantage": [-1.5, None, -1.5],
+        }
         rows["tokens"].append({"train/step": step} | tokens | figures)
     for name, lines in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     recipe = {"run": {"name": text, "steps": steps}, "model": {"path": text}, "policy": {"lr": 3e-5}}
-    (folder / "config.yaml").write_text(yaml.safe_dump(recipe) if text != HOSTILE else json.dumps(recipe))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump(recipe) if text != HOSTILE else json.dumps(recipe)
+    )
     return folder
 
 
@@ -63,11 +92,26 @@ class Browser:
             ["chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         assert self._driver.stdout is not None
-        port = next(line.split()[-1].rstrip(".") for line in self._driver.stdout if "started successfully" in line)
+        port = next(
+            line.split()[-1].rstrip(".")
+            for line in self._driver.stdout
+            if "started successfully" in line
+        )
         self._url = f"http://127.0.0.1:{port}"
         flags = [
-            *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-            *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
+            *(
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-quic",
+                "--no-first-run",
+                "--disable-sync",
+            ),
+            *(
+                "--disable-background-networking",
+                "--disable-component-update",
+                "--disable-dev-shm-usage",
+            ),
             *("--window-size=1280,2600", f"--user-data-dir={place}"),
         ]
         wanted = {"goog:chromeOptions": {"args": flags}, "goog:loggingPrefs": {"browser": "ALL"}}
@@ -76,7 +120,9 @@ class Browser:
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"}, method=method)
+        request = urllib.request.Request(
+            self._url + path, data, {"Content-Type": "application/json"}, method=method
+        )
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)["value"]
 
@@ -84,28 +130,31 @@ class Browser:
         """Imitates a window of this width, and a reader who prefers this colour scheme."""
         size = {"width": width, "height": 2600, "deviceScaleFactor": 1, "mobile": False}
         self.command("Emulation.setDeviceMetricsOverride", size)
-        self.command("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+        self.command(
+            "Emulation.setEmulatedMedia",
+            {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
+        )
 
     def command(self, name: str, parameters: dict[str, Any]) -> Any:
-        """Gives a command of the DevTools protocol (https://chromedevtools.github.io/devtools-protocol)."""
+        """Give a command of the DevTools protocol (https://chromedevtools.github.io/devtools-protocol)."""
         return self._ask("POST", "/goog/cdp/execute", {"cmd": name, "params": parameters})
 
     def open(self, url: str) -> None:
         self._ask("POST", "/url", {"url": url})
 
     def run(self, script: str) -> Any:
-        """Returns the value of the script."""
+        """Return the value of the script."""
         return self._ask("POST", "/execute/sync", {"script": script, "args": []})
 
     def wait(self, script: str, seconds: float = 30.0) -> None:
-        """Waits until the script's value is true."""
+        """Wait until the script's value is true."""
         deadline = time.monotonic() + seconds
         while not self.run(script):
             assert time.monotonic() < deadline, f"not true in {seconds:.0f} s: {script}"
             time.sleep(0.1)
 
     def complaints(self) -> list[str]:
-        """Returns the console's messages since the last call, about errors and scripts that the page's policy has
+        """Return the console's messages since the last call, about errors and scripts that the page's policy has
         blocked.
         """
         return [entry["message"] for entry in self._ask("POST", "/se/log", {"type": "browser"})]
@@ -136,20 +185,33 @@ def test_a_page_of_hostile_texts_shows_them_and_runs_none(browser: Browser, run:
     browser.open((run / "report.html").as_uri())
     browser.wait("return document.querySelectorAll('.js-plotly-plot .scatterlayer').length > 5")
     assert browser.run("return window.owned ?? null") is None
-    assert browser.run("return document.querySelectorAll('img, main script, main a[href^=javascript]').length") == 0
+    assert (
+        browser.run(
+            "return document.querySelectorAll('img, main script, main a[href^=javascript]').length"
+        )
+        == 0
+    )
     assert browser.complaints() == []  # neither an error nor anything that the policy had to stop
-    buttons = browser.run("return [...document.querySelectorAll('.modebar-btn')].map(each => each.dataset.title)")
-    assert "Zoom" in buttons and not [title for title in buttons if "hare" in title]  # nothing is sent anywhere
+    buttons = browser.run(
+        "return [...document.querySelectorAll('.modebar-btn')].map(each => each.dataset.title)"
+    )
+    # Nothing is sent anywhere
+    assert "Zoom" in buttons and not [title for title in buttons if "hare" in title]
     assert browser.run("return document.title") == "<b>mine & co · Hotbunk"
     assert browser.run("return document.getElementById('name').textContent") == "<b>mine & co"
     answers = browser.run("return document.getElementById('texts').textContent")
     assert f"own {STEPS} {SHOWN}a tool's {SHOWN}" in answers and answers.count(SHOWN) == 7
-    tools = browser.run("return [...document.querySelectorAll('#texts pre .theirs')].map(each => each.textContent)")
+    tools = browser.run(
+        "return [...document.querySelectorAll('#texts pre .theirs')].map(each => each.textContent)"
+    )
     assert tools == [f"a tool's {SHOWN}"]
-    assert f'run.name"{SHOWN[:80]}' in browser.run("return document.getElementById('keys').textContent")  # as YAML
+    # As YAML
+    assert f'run.name"{SHOWN[:80]}' in browser.run("return document.getElementById('keys').textContent")
     assert SHOWN in browser.run("return document.getElementById('figure').textContent")
-    browser.run(f"const s = document.getElementById('figure'); s.value = {json.dumps(f'reward/{SHOWN}')}; "
-                "s.dispatchEvent(new Event('change'))")  # fmt: skip
+    browser.run(
+        f"const s = document.getElementById('figure'); s.value = {json.dumps(f'reward/{SHOWN}')}; "
+        "s.dispatchEvent(new Event('change'))"
+    )
     assert SHOWN in browser.run("return document.querySelector('#compare h3').textContent")
     assert browser.run("return window.owned ?? null") is None and browser.complaints() == []
 
@@ -160,18 +222,30 @@ def test_tokens_are_coloured_by_the_chosen_figure_for_every_step(browser: Browse
     colours = "return [...document.querySelectorAll('#tokens .tokens span')].map(each => each.style.backgroundColor)"
     seen = {}
     for name in ("gap", "entropy", "advantage"):
-        browser.run(f"const s = document.getElementById('colour'); s.value = '{name}'; "
-                    "s.dispatchEvent(new Event('change'))")  # fmt: skip
+        browser.run(
+            f"const s = document.getElementById('colour'); s.value = '{name}'; "
+            "s.dispatchEvent(new Event('change'))"
+        )
         seen[name] = browser.run(colours)
     blue, red, orange = "rgba(59, 111, 182, ", "rgba(200, 80, 75, ", "rgba(224, 139, 43, "
     assert seen["gap"][0].startswith(blue) and seen["gap"][2].startswith(red)
     assert seen["advantage"][0].startswith(red) and seen["entropy"][0].startswith(orange[:10])
     assert {entry[1] for entry in seen.values()} == {""}  # a tool's token has no figures
-    titles = browser.run("return [...document.querySelectorAll('#tokens .tokens span')].map(each => each.title)")
-    assert titles == ["gap 0.002\nentropy 0.5\nadvantage -1.5", "", "gap -0.001\nentropy 1\nadvantage -1.5"]
-    browser.run("const s = document.getElementById('step'); s.value = 4; s.dispatchEvent(new Event('change'))")
+    titles = browser.run(
+        "return [...document.querySelectorAll('#tokens .tokens span')].map(each => each.title)"
+    )
+    assert titles == [
+        "gap 0.002\nentropy 0.5\nadvantage -1.5",
+        "",
+        "gap -0.001\nentropy 1\nadvantage -1.5",
+    ]
+    browser.run(
+        "const s = document.getElementById('step'); s.value = 4; s.dispatchEvent(new Event('change'))"
+    )
     assert "own 4 " in browser.run("return document.getElementById('texts').textContent")
-    assert browser.run("return [...document.querySelectorAll('#phases td')].map(each => each.textContent)")[:3] == [
+    assert browser.run(
+        "return [...document.querySelectorAll('#phases td')].map(each => each.textContent)"
+    )[:3] == [
         *("rollout", "24 s", "66.7%"),
     ]
     changed = "return [...document.querySelectorAll('#keys .changed td:first-child')].map(each => each.textContent)"
@@ -214,18 +288,26 @@ def write_long_legends(folder: Path) -> Path:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     phases = ("rollout", "sync", "sleep", "wake", "logprobs", "update", "eval", "checkpoint", "other")
     for row in rows:
-        row |= {f"time/{phase}": 1.48e-5 for phase in phases} | {"gap/p95": 5e-6, "eval/accuracy": 0.5, "loss": 0.1}
+        row |= {f"time/{phase}": 1.48e-5 for phase in phases} | {
+            "gap/p95": 5e-6,
+            "eval/accuracy": 0.5,
+            "loss": 0.1,
+        }
         sides = ("trainer", "engine")
         row |= {f"memory/{side}_gib_{phase}": 1.5 for side in sides for phase in phases[:6]}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     answers = (folder / "completions.jsonl").read_text()
-    (folder / "completions.jsonl").write_text(answers.replace('"reward": 0.5', '"reward": 0.8181818181818182'))
+    (folder / "completions.jsonl").write_text(
+        answers.replace('"reward": 0.5', '"reward": 0.8181818181818182')
+    )
     return folder
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [500, 900, 1280])
-def test_nothing_on_the_page_covers_anything_else(browser: Browser, tmp_path: Path, width: int, scheme: str) -> None:
+def test_nothing_on_the_page_covers_anything_else(
+    browser: Browser, tmp_path: Path, width: int, scheme: str
+) -> None:
     run = write_long_legends(tmp_path / "run")
     (run / "report.html").write_text(page([read_record(run)]))
     browser.imitate(width, scheme)
@@ -239,7 +321,9 @@ def test_nothing_on_the_page_covers_anything_else(browser: Browser, tmp_path: Pa
         assert title[3] <= panel["plot"][1] + 1, panel["name"]
         assert curves[3] - curves[1] > 100, panel["name"]
         if legend is not None:
-            assert not any(overlap(legend, other) for other in (title, curves, panel["axis"])), panel["name"]
+            assert not any(overlap(legend, other) for other in (title, curves, panel["axis"])), panel[
+                "name"
+            ]
             assert legend[3] <= panel["plot"][3] + 1 and legend[2] <= panel["plot"][2] + 1, panel["name"]
         for index, entry in enumerate(panel["entries"]):
             assert not any(overlap(entry, other) for other in panel["entries"][:index]), panel["name"]
@@ -253,7 +337,9 @@ def test_nothing_on_the_page_covers_anything_else(browser: Browser, tmp_path: Pa
     assert "0.01 ms" in times and "e-05" not in times
 
 
-def test_a_watched_page_follows_its_run_and_refuses_other_hosts(browser: Browser, tmp_path: Path) -> None:
+def test_a_watched_page_follows_its_run_and_refuses_other_hosts(
+    browser: Browser, tmp_path: Path
+) -> None:
     run = write_run(tmp_path / "watched", steps=2)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("")  # begun, and no step done yet
@@ -261,7 +347,11 @@ def test_a_watched_page_follows_its_run_and_refuses_other_hosts(browser: Browser
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
-        for host, status in (("evil.example", 403), ("127.0.0.1.evil.example:80", 403), ("localhost:1", 200)):
+        for host, status in (
+            ("evil.example", 403),
+            ("127.0.0.1.evil.example:80", 403),
+            ("localhost:1", 200),
+        ):
             connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
             connection.request("GET", "/data", headers={"Host": host})
             assert connection.getresponse().status == status
@@ -282,7 +372,9 @@ def test_a_watched_page_follows_its_run_and_refuses_other_hosts(browser: Browser
 def test_a_port_that_is_taken_ends_in_one_sentence(run: Path) -> None:
     server = make_server([run], 0)
     try:
-        with pytest.raises(UserError, match=rf"--port {server.server_port} cannot be listened on .*: name another"):
+        with pytest.raises(
+            UserError, match=rf"--port {server.server_port} cannot be listened on .*: name another"
+        ):
             make_server([run], server.server_port)
     finally:
         server.server_close()
@@ -291,7 +383,7 @@ def test_a_port_that_is_taken_ends_in_one_sentence(run: Path) -> None:
 
 
 def test_nothing_in_the_json_can_end_its_element() -> None:
-    """An HTML parser finds `<` only where the template has it, and reads the text back as it is shown."""
+    """Return an HTML parser finds `<` only where the template has it, and reads the text back as it is shown."""
     text = embedded({"text": HOSTILE, HOSTILE: [HOSTILE], "gone": float("nan")})
     assert not set("<>&") & set(text) and text.isprintable()
     assert json.loads(text) == {"text": SHOWN, SHOWN: [SHOWN], "gone": None}
@@ -301,11 +393,15 @@ def test_nothing_in_the_json_can_end_its_element() -> None:
 def test_a_long_run_has_a_page_of_limited_size_with_its_highs_and_lows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [{"train/step": step, "gap/max": float(step % 7), "eval/accuracy": 0.5} for step in range(1, 5001)]
+    rows = [
+        {"train/step": step, "gap/max": float(step % 7), "eval/accuracy": 0.5} for step in range(1, 5001)
+    ]
     rows[1233]["gap/max"], rows[3456]["gap/max"] = 99.0, -99.0
     steps, values = curves(rows, 500)["gap/max"]
     assert len(steps) <= 510 and steps == sorted(steps) and (steps[0], steps[-1]) == (1, 5000)
-    assert (1234, 99.0) in zip(steps, values, strict=True) and (3457, -99.0) in zip(steps, values, strict=True)
+    assert (1234, 99.0) in zip(steps, values, strict=True) and (3457, -99.0) in zip(
+        steps, values, strict=True
+    )
     answers = [{"train/step": step, "text": "x" * 4000} for step in range(100) for _ in range(8)]
     kept = some_steps(answers, 10**6)
     assert sorted({row["train/step"] for row in kept}) == list(range(3, 100, 4)) and len(kept) == 200

@@ -34,11 +34,17 @@ def test_recipes_follow_the_schema_that_their_first_line_names(path: Path) -> No
     ],
 )
 def test_invalid_recipes_are_invalid_by_the_schema(recipe: dict[str, Any]) -> None:
-    assert not VALIDATOR.is_valid({"run": {"name": "a"}, "model": {"path": "a"}, "data": {"path": "a"}} | recipe)
+    assert not VALIDATOR.is_valid(
+        {"run": {"name": "a"}, "model": {"path": "a"}, "data": {"path": "a"}} | recipe
+    )
 
 
 def test_every_key_has_its_meaning_in_the_schema() -> None:
     sections = recipe_schema()["$defs"].values()
-    described = {(name, value.get("description")) for s in sections for name, value in s.get("properties", {}).items()}
+    described = {
+        (name, value.get("description"))
+        for s in sections
+        for name, value in s.get("properties", {}).items()
+    }
     keys = [(path.rpartition(".")[2], field.description) for path, field in known_keys() if "." in path]
     assert {(name, meaning) for name, meaning in keys if name not in ("N", "NAME")} <= described

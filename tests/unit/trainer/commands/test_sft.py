@@ -26,7 +26,7 @@ FORGETFUL = "{% for m in messages %}{{ m.content if loop.last else m.content[:1]
 def load(
     tmp_path: Path, rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast, **data: Any
 ) -> list[tuple[str, str]]:
-    """Returns, for each sample, its whole text and the text of the tokens that are learned."""
+    """Return, for each sample, its whole text and the text of the tokens that are learned."""
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = TrainConfig.model_validate(
@@ -38,17 +38,25 @@ def load(
     )
     samples = load_transcripts(config, tokenizer).samples
     learned = [[i for i, m in zip(s.input_ids, s.loss_mask, strict=True) if m] for s in samples]
-    return [(tokenizer.decode(s.input_ids), tokenizer.decode(ids)) for s, ids in zip(samples, learned, strict=True)]
+    return [
+        (tokenizer.decode(s.input_ids), tokenizer.decode(ids))
+        for s, ids in zip(samples, learned, strict=True)
+    ]
 
 
 def test_prompt_and_completion_with_a_template(tmp_path: Path) -> None:
-    got = load(tmp_path, [{"prompt": "1+1=", "completion": "2"}], small_tokenizer(CHAT), system_prompt="add")
+    got = load(
+        tmp_path, [{"prompt": "1+1=", "completion": "2"}], small_tokenizer(CHAT), system_prompt="add"
+    )
     assert got == [("<system>add</s>\n<user>1+1=</s>\n<assistant>2</s>", "2</s>")]
 
 
 def test_prompt_and_completion_without_a_template(tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "completion": "2"}]
-    for tokenizer, data in [(small_tokenizer(None), {}), (small_tokenizer(CHAT), {"apply_chat_template": False})]:
+    for tokenizer, data in [
+        (small_tokenizer(None), {}),
+        (small_tokenizer(CHAT), {"apply_chat_template": False}),
+    ]:
         assert load(tmp_path, rows, tokenizer, **data) == [("1+1=2</s>", "2</s>")]
 
 
@@ -101,9 +109,20 @@ def test_long_rows_are_dropped_by_tokens(tmp_path: Path) -> None:
             CHAT,
             "every row .* has over .* tokens or no assistant turn",
         ),
-        ([{"prompt": "a", "completion": "b" * 2000}], CHAT, "every row .* has over .* tokens or no assistant turn"),
         (
-            [{"messages": [{"role": r, "content": "long"} for r in ("user", "assistant", "user", "assistant")]}],
+            [{"prompt": "a", "completion": "b" * 2000}],
+            CHAT,
+            "every row .* has over .* tokens or no assistant turn",
+        ),
+        (
+            [
+                {
+                    "messages": [
+                        {"role": r, "content": "long"}
+                        for r in ("user", "assistant", "user", "assistant")
+                    ]
+                }
+            ],
             FORGETFUL,
             "changes the text before",
         ),

@@ -59,14 +59,20 @@ def test_keys_of_the_recipe_take_precedence(tmp_path: Path) -> None:
     recipe.write_text(yaml.safe_dump({"model": {"path": "m"}, "data": {"path": "d"}, "policy": policy}))
     config = load_config(recipe, [])
     assert (config.policy.dtype, config.policy.activation_checkpointing) == ("float32", "none")
-    assert load_config(recipe, ["policy.activation_checkpointing=full"]).policy.activation_checkpointing == "full"
+    assert (
+        load_config(recipe, ["policy.activation_checkpointing=full"]).policy.activation_checkpointing
+        == "full"
+    )
 
 
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
         ({"mixed_precision": "fp16"}, "policy.dtype"),
-        ({"distributed_type": "MEGATRON_LM"}, "should be one of NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED"),
+        (
+            {"distributed_type": "MEGATRON_LM"},
+            "should be one of NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED",
+        ),
         ({"distributed_type": None}, "distributed_type: None, which should be one of NO"),
         ({"distributed_type": ["FSDP"]}, "which should be one of NO"),
         ({"fsdp_config": {"fsdp_reshard_after_forward": {}}}, "which should be a single value"),
@@ -98,7 +104,10 @@ def test_keys_without_counterpart_are_refused_with_the_key_to_use(
 
 def test_offloaded_parameters_are_updated_on_the_host(tmp_path: Path) -> None:
     for offloaded, home in ((True, "host"), (False, "device")):
-        assert policy_keys(written(tmp_path, fsdp_config={"fsdp_offload_params": offloaded}))["update_on"] == home
+        assert (
+            policy_keys(written(tmp_path, fsdp_config={"fsdp_offload_params": offloaded}))["update_on"]
+            == home
+        )
 
 
 def test_clipping_is_translated_and_another_kinds_section_is_left_out(tmp_path: Path) -> None:
@@ -132,7 +141,9 @@ def test_a_refusal_by_accelerate_is_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["- a\n", "a: [\n", "\x00"])
-def test_a_file_that_accelerate_did_not_write_is_refused_in_one_sentence(tmp_path: Path, text: str) -> None:
+def test_a_file_that_accelerate_did_not_write_is_refused_in_one_sentence(
+    tmp_path: Path, text: str
+) -> None:
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(UserError, match="policy.accelerate_config: ") as caught:
         policy_keys(tmp_path / "x.yaml")
@@ -160,5 +171,7 @@ def test_files_without_end_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"{name}.yaml.*{sentence}"):
             load_config(tmp_path / f"{name}.yaml", [])
     recipe.write_text(yaml.safe_dump({"model": {"path": "m"}, "policy": {"accelerate_config": ""}}))
-    with pytest.raises(UserError, match="policy.accelerate_config is '', but should have at least 1 character"):
+    with pytest.raises(
+        UserError, match="policy.accelerate_config is '', but should have at least 1 character"
+    ):
         load_config(recipe, [])

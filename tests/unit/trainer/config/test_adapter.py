@@ -24,21 +24,25 @@ PLAIN = "go on from a plain LoRA adapter, or merge this one into its model with 
 
 @pytest.fixture
 def adapter(tmp_path: Path, tiny_qwen2: Path) -> Path:
-    """An adapter of rank 5 and alpha 8 at two kinds of layers."""
+    """Return an adapter of rank 5 and alpha 8 at two kinds of layers."""
     peft_adapter(tiny_qwen2, tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
 @pytest.fixture
 def recipe(tmp_path: Path, tiny_qwen2: Path) -> Path:
-    return write_recipe(tmp_path, tiny_qwen2, run={"output_dir": str(tmp_path / "runs"), "device": "cpu"})
+    return write_recipe(
+        tmp_path, tiny_qwen2, run={"output_dir": str(tmp_path / "runs"), "device": "cpu"}
+    )
 
 
 def problems(recipe: Path, adapter: Path, *overrides: str) -> list[str]:
     return find_problems(load_config(recipe, [f"lora.start={adapter}", *overrides]), "train", {})
 
 
-def test_rank_alpha_and_layers_come_from_the_adapter(recipe: Path, adapter: Path, tiny_qwen2: Path) -> None:
+def test_rank_alpha_and_layers_come_from_the_adapter(
+    recipe: Path, adapter: Path, tiny_qwen2: Path
+) -> None:
     config = load_config(recipe, [f"lora.start={adapter}"])
     assert (config.lora.rank, config.lora.alpha, config.lora.use_rslora) == (5, 8, False)
     assert config.lora.target_modules == ["down_proj", "q_proj"]
@@ -46,45 +50,79 @@ def test_rank_alpha_and_layers_come_from_the_adapter(recipe: Path, adapter: Path
     check_model(config)
     peft_adapter(tiny_qwen2, adapter, use_rslora=True, target_modules=r".*\.(k_proj|up_proj)", r=2)
     config = load_config(recipe, [f"lora.start={adapter}"])
-    assert (config.lora.rank, config.lora.use_rslora, config.lora.target_modules) == (2, True, ["k_proj", "up_proj"])
+    assert (config.lora.rank, config.lora.use_rslora, config.lora.target_modules) == (
+        2,
+        True,
+        ["k_proj", "up_proj"],
+    )
     check_model(config)
 
 
-def test_keys_that_differ_from_the_adapters_are_refused_with_both_values(recipe: Path, adapter: Path) -> None:
-    same = ("lora.rank=5", "lora.alpha=8", "lora.use_rslora=false", "lora.target_modules=[q_proj,down_proj]")
+def test_keys_that_differ_from_the_adapters_are_refused_with_both_values(
+    recipe: Path, adapter: Path
+) -> None:
+    same = (
+        "lora.rank=5",
+        "lora.alpha=8",
+        "lora.use_rslora=false",
+        "lora.target_modules=[q_proj,down_proj]",
+    )
     assert problems(recipe, adapter, *same) == []
     check_model(load_config(recipe, [f"lora.start={adapter}", *same]))
-    for override, theirs in {"lora.rank=6": 5, "lora.alpha=16": 8, "lora.use_rslora=true": False}.items():
+    for override, theirs in {
+        "lora.rank=6": 5,
+        "lora.alpha=16": 8,
+        "lora.use_rslora=true": False,
+    }.items():
         key, _, ours = override.partition("=")
         (sentence,) = problems(recipe, adapter, override)
         ours = ours.capitalize() if ours == "true" else ours
-        assert sentence == f"{key} is {ours}, but the adapter in lora.start has {theirs}: leave {key} out"
+        assert (
+            sentence == f"{key} is {ours}, but the adapter in lora.start has {theirs}: leave {key} out"
+        )
     with pytest.raises(UserError) as caught:
         check_model(load_config(recipe, [f"lora.start={adapter}", "lora.target_modules=[q_proj]"]))
-    assert "adapters are at ['q_proj'], but those in lora.start at ['down_proj', 'q_proj']" in str(caught.value)
+    assert "adapters are at ['q_proj'], but those in lora.start at ['down_proj', 'q_proj']" in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("use_dora", True), ("bias", "all"), ("modules_to_save", ["lm_head"]), ("rank_pattern", {"q_proj": 2}),
-        ("alpha_pattern", {"q_proj": 2}), ("layers_to_transform", [0]), ("fan_in_fan_out", True), ("lora_bias", True),
-        ("init_lora_weights", "pissa_niter_4"), ("loftq_config", {"loftq_bits": 4}), ("use_qalora", True),
-        ("trainable_token_indices", [1]), ("target_parameters", ["experts.w"]),
+        ("use_dora", True),
+        ("bias", "all"),
+        ("modules_to_save", ["lm_head"]),
+        ("rank_pattern", {"q_proj": 2}),
+        ("alpha_pattern", {"q_proj": 2}),
+        ("layers_to_transform", [0]),
+        ("fan_in_fan_out", True),
+        ("lora_bias", True),
+        ("init_lora_weights", "pissa_niter_4"),
+        ("loftq_config", {"loftq_bits": 4}),
+        ("use_qalora", True),
+        ("trainable_token_indices", [1]),
+        ("target_parameters", ["experts.w"]),
     ],
-)  # fmt: skip
-def test_adapters_of_other_kinds_are_refused_by_name(recipe: Path, adapter: Path, key: str, value: Any) -> None:
+)
+def test_adapters_of_other_kinds_are_refused_by_name(
+    recipe: Path, adapter: Path, key: str, value: Any
+) -> None:
     file = adapter / "adapter_config.json"
     settings = json.loads(file.read_text())
     assert problems(recipe, adapter) == []
     file.write_text(json.dumps(settings | {key: value}))
-    assert problems(recipe, adapter) == [f"lora.start: {adapter} has {key}: {value}, which is not supported: {PLAIN}"]
+    assert problems(recipe, adapter) == [
+        f"lora.start: {adapter} has {key}: {value}, which is not supported: {PLAIN}"
+    ]
 
 
 def test_other_types_of_peft_are_refused(recipe: Path, adapter: Path) -> None:
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"peft_type": "IA3"}))
-    assert problems(recipe, adapter) == [f"lora.start: {adapter} is of PEFT's type IA3, not LORA: {PLAIN}"]
+    assert problems(recipe, adapter) == [
+        f"lora.start: {adapter} is of PEFT's type IA3, not LORA: {PLAIN}"
+    ]
 
 
 def test_folders_that_are_not_adapters_are_named(recipe: Path, adapter: Path, tiny_qwen2: Path) -> None:
@@ -121,7 +159,9 @@ def test_tensors_of_another_model_are_named(recipe: Path, adapter: Path) -> None
         assert f"lora.start: {needs}" in str(caught.value)
 
 
-def test_another_base_is_named_in_a_line(recipe: Path, adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_base_is_named_in_a_line(
+    recipe: Path, adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = load_config(recipe, [f"lora.start={adapter}"])
     check_model(config)
     assert "was trained on" not in capsys.readouterr().err
@@ -151,5 +191,9 @@ def test_first_values_are_those_of_the_file_in_float32(recipe: Path, adapter: Pa
     for name, tensor in stored.items():
         ours = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
         first = value(ours, tensor.shape)
-        assert first is not None and first.dtype == torch.float32 and torch.equal(first, tensor.bfloat16().float())
+        assert (
+            first is not None
+            and first.dtype == torch.float32
+            and torch.equal(first, tensor.bfloat16().float())
+        )
     assert value("model.norm.weight", torch.Size([64])) is None

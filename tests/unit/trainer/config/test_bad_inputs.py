@@ -45,7 +45,7 @@ MODEL = {"model_type": "qwen2", "max_position_embeddings": 512, "num_attention_h
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a file with weights of the folder's model, which takes no space."""
+    """Return a file with weights of the folder's model, which takes no space."""
     folder = tmp_path_factory.mktemp("weights")
     (folder / "config.json").write_text(json.dumps(MODEL))
     write_weights(folder)
@@ -54,11 +54,13 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a folder with a valid recipe and all the files it names."""
+    """Return a folder with a valid recipe and all the files it names."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("WORLD_SIZE", "2")
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(tmp_path))
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": str(n), "answer": n}) + "\n" for n in range(8)))
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": str(n), "answer": n}) + "\n" for n in range(8))
+    )
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
     os.link(weights, tmp_path / "model" / "model.safetensors")
@@ -78,7 +80,7 @@ def rewrite(name: str, text: str) -> Callable[[Path], None]:
 
 
 def other_model(sizes: dict[str, Any]) -> Callable[[Path], None]:
-    """Replaces the folder's model by another one, with its weights."""
+    """Replace the folder's model by another one, with its weights."""
 
     def spoil(folder: Path) -> None:
         (folder / "model" / "config.json").write_text(json.dumps(sizes))
@@ -89,23 +91,23 @@ def other_model(sizes: dict[str, Any]) -> Callable[[Path], None]:
 
 
 def remove(name: str) -> Callable[[Path], None]:
-    """Removes a file from the folder."""
+    """Remove a file from the folder."""
     return lambda folder: (folder / name).unlink()
 
 
 def reward(name: str, **kwargs: str) -> list[str]:
-    """Returns the override that names one reward function."""
+    """Return the override that names one reward function."""
     return ["--reward.functions", json.dumps([{"name": name, "kwargs": kwargs}])]
 
 
 def without_held_out(folder: Path) -> None:
-    """Removes the evaluation datasets from the recipe."""
+    """Remove the evaluation datasets from the recipe."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(re.sub(r"eval: .*", "eval: {every: 1}", recipe.read_text()))
 
 
 def nothing(folder: Path) -> None:
-    """Leaves the folder as it is."""
+    """Leave the folder as it is."""
 
 
 # What is done to the folder, what is added to the command line ({0}: the folder), and what the sentence says.
@@ -117,8 +119,16 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "unknown key": (nothing, ["--policy.learning_rate", "1e-5"], "did you mean policy.lr?"),
     "unknown option": (nothing, ["--dryrun"], "unrecognized arguments: --dryrun"),
     "override without value": (nothing, ["--run.steps"], "--run.steps needs a value"),
-    "wrong type": (nothing, ["--run.steps", "many"], "run.steps is 'many', but should be a valid integer"),
-    "negative learning rate": (nothing, ["--policy.lr=-1e-5"], "policy.lr is -1e-05, but should be at least 1e-20"),
+    "wrong type": (
+        nothing,
+        ["--run.steps", "many"],
+        "run.steps is 'many', but should be a valid integer",
+    ),
+    "negative learning rate": (
+        nothing,
+        ["--policy.lr=-1e-5"],
+        "policy.lr is -1e-05, but should be at least 1e-20",
+    ),
     "unknown backend": (
         nothing,
         ["--policy.backend", "megatron"],
@@ -141,13 +151,37 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
         ["--batch.updates_per_step", "50"],
         "but each of batch.updates_per_step = 50 updates needs a prompt of its own",
     ),
-    "too long for the engine": (nothing, ["--sampling.max_tokens", "200"], "is more than engine.max_model_len = 256"),
-    "too long for the model": (nothing, ["--engine.max_model_len", "1024"], "more than the 512 positions of the model"),
-    "tensor parallel over ranks": (nothing, ["--engine.tensor_parallel_size", "4"], "the number of ranks = 2 must be"),
-    "nucleus sampling": (nothing, ["--sampling.top_p", "0.9"], "sampling.top_p is 0.9, but when sampling is truncated"),
-    "top-k sampling": (nothing, ["--sampling.top_k", "20"], "sampling.top_k is 20, but when sampling is truncated"),
+    "too long for the engine": (
+        nothing,
+        ["--sampling.max_tokens", "200"],
+        "is more than engine.max_model_len = 256",
+    ),
+    "too long for the model": (
+        nothing,
+        ["--engine.max_model_len", "1024"],
+        "more than the 512 positions of the model",
+    ),
+    "tensor parallel over ranks": (
+        nothing,
+        ["--engine.tensor_parallel_size", "4"],
+        "the number of ranks = 2 must be",
+    ),
+    "nucleus sampling": (
+        nothing,
+        ["--sampling.top_p", "0.9"],
+        "sampling.top_p is 0.9, but when sampling is truncated",
+    ),
+    "top-k sampling": (
+        nothing,
+        ["--sampling.top_k", "20"],
+        "sampling.top_k is 20, but when sampling is truncated",
+    ),
     "greedy training": (nothing, ["--sampling.temperature", "0"], "sampling.temperature is 0"),
-    "no GPU": (nothing, ["--run.device", "cuda"], "run.device is cuda, but this machine shows no NVIDIA GPU"),
+    "no GPU": (
+        nothing,
+        ["--run.device", "cuda"],
+        "run.device is cuda, but this machine shows no NVIDIA GPU",
+    ),
     "allocator without IPC": (
         nothing,
         ["--run.device", "cuda"],
@@ -157,16 +191,32 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "model without config": (remove("model/config.json"), [], "holds no config.json"),
     "model with broken config": (rewrite("model/config.json", "{"), [], "config.json is not valid JSON"),
     "model without weights": (remove("model/model.safetensors"), [], "holds no *.safetensors"),
-    "model without tokenizer": (nothing, ["--model.tokenizer", "{0}"], "no tokenizer can be loaded from"),
-    "no such data": (nothing, ["--data.path", "{0}/absent.jsonl"], "data.path: there is no file or folder"),
+    "model without tokenizer": (
+        nothing,
+        ["--model.tokenizer", "{0}"],
+        "no tokenizer can be loaded from",
+    ),
+    "no such data": (
+        nothing,
+        ["--data.path", "{0}/absent.jsonl"],
+        "data.path: there is no file or folder",
+    ),
     "empty data": (rewrite("data.jsonl", ""), [], "data.jsonl holds no rows"),
-    "broken data": (rewrite("data.jsonl", '{"prompt": "a", "ans'), [], "data.jsonl (split train) cannot be read"),
+    "broken data": (
+        rewrite("data.jsonl", '{"prompt": "a", "ans'),
+        [],
+        "data.jsonl (split train) cannot be read",
+    ),
     "row without prompt": (
         rewrite("data.jsonl", '{"prompt": "a", "answer": 1}\n{"answer": 1}\n'),
         [],
         "row 1 of {0}/data.jsonl has neither 'prompt' nor 'messages'",
     ),
-    "no prompt column": (nothing, ["--data.prompt_key", "question"], "has only the columns prompt, answer"),
+    "no prompt column": (
+        nothing,
+        ["--data.prompt_key", "question"],
+        "has only the columns prompt, answer",
+    ),
     "no answer column": (
         nothing,
         ["--data.answer_key", "solution"],
@@ -175,19 +225,43 @@ BAD: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "all prompts too long": (nothing, ["--data.max_prompt_tokens", "2"], "all 8 prompts of"),
     "nothing to evaluate on": (without_held_out, [], "eval.every is set, but there is nothing"),
     "no reward": (nothing, ["--reward.functions", "[]"], "reward.functions is empty"),
-    "unknown reward": (nothing, reward("exact_mach"), "reward 'exact_mach' is unknown: did you mean exact_match?"),
+    "unknown reward": (
+        nothing,
+        reward("exact_mach"),
+        "reward 'exact_mach' is unknown: did you mean exact_match?",
+    ),
     "reward file missing": (nothing, reward("{0}/absent.py:f"), "there is no file {0}/absent.py"),
-    "reward function missing": (nothing, reward("{0}/rewards.py:god"), "has no 'god'; did you mean good?"),
+    "reward function missing": (
+        nothing,
+        reward("{0}/rewards.py:god"),
+        "has no 'god'; did you mean good?",
+    ),
     "reward fails to import": (
         nothing,
         reward("{0}/broken.py:f"),
         "{0}/broken.py, line 1, imports a_module_that_is_not_there, which is neither installed nor in {0}: install",
     ),
     "reward asks for too much": (nothing, reward("{0}/rewards.py:greedy"), "asks for 'teacher'"),
-    "reward gets too much": (nothing, reward("{0}/rewards.py:good", depth="3"), "takes no argument 'depth'"),
-    "invalid regex": (nothing, reward("format_regex", pattern="(["), "pattern '([' is not a regular expression"),
-    "tool missing": (nothing, ["--rollout.tools", "[{0}/rewards.py:god]"], "has no 'god'; did you mean good?"),
-    "no rollout": (nothing, ["--rollout.custom", "{0}/rewards.py:good"], "is not a rollout: write `async def rollout"),
+    "reward gets too much": (
+        nothing,
+        reward("{0}/rewards.py:good", depth="3"),
+        "takes no argument 'depth'",
+    ),
+    "invalid regex": (
+        nothing,
+        reward("format_regex", pattern="(["),
+        "pattern '([' is not a regular expression",
+    ),
+    "tool missing": (
+        nothing,
+        ["--rollout.tools", "[{0}/rewards.py:god]"],
+        "has no 'god'; did you mean good?",
+    ),
+    "no rollout": (
+        nothing,
+        ["--rollout.custom", "{0}/rewards.py:good"],
+        "is not a rollout: write `async def rollout",
+    ),
     "two ways to roll out": (nothing, ["--rollout.custom=a:b", "--rollout.sampler=c:d"], "are both set"),
     "adapters beside nothing": (
         nothing,
@@ -232,14 +306,20 @@ def test_bad_input_ends_in_one_sentence(
     assert expected.replace("{0}", str(folder)) in captured.err
 
 
-def test_rollouts_are_looked_at_before_there_are_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The launcher checks with --check: one sentence instead of a traceback of each rank."""
-    assert main(["train", str(folder / "recipe.yaml"), "--check", "--rollout.tools", "[no.module:f]"]) == 2
+def test_rollouts_are_looked_at_before_there_are_ranks(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Return the launcher checks with --check: one sentence instead of a traceback of each rank."""
+    assert (
+        main(["train", str(folder / "recipe.yaml"), "--check", "--rollout.tools", "[no.module:f]"]) == 2
+    )
     assert "'no.module:f' cannot be loaded" in capsys.readouterr().err
     assert main(["train", str(folder / "recipe.yaml"), "--check"]) == 0
 
 
-@pytest.mark.parametrize(("name", "asks"), [("good", True), ("trl_asks", True), ("frank", False), ("trl", False)])
+@pytest.mark.parametrize(
+    ("name", "asks"), [("good", True), ("trl_asks", True), ("frank", False), ("trl", False)]
+)
 def test_rows_need_an_answer_only_where_a_reward_takes_it(
     name: str, asks: bool, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,7 +327,8 @@ def test_rows_need_an_answer_only_where_a_reward_takes_it(
     words = ["train", str(folder / "recipe.yaml"), "--dry-run", *reward(f"{folder}/rewards.py:{name}")]
     assert main(words) == (2 if asks else 0)
     assert ("data.answer_key = 'answer' is not a column" in capsys.readouterr().err) == asks
-    assert main([*words, "--data.answer_key", "solution"]) == 2  # what is asked for by name has to be there
+    # What is asked for by name has to be there
+    assert main([*words, "--data.answer_key", "solution"]) == 2
 
 
 @pytest.mark.parametrize("mode", ["--check", "--dry-run"])
@@ -256,7 +337,10 @@ def test_rows_need_an_answer_only_where_a_reward_takes_it(
     [
         ("no.module:f", "engine.logits_processors: 'no.module:f' cannot be loaded"),
         ("{0}/processors_here.py:absent", "has no 'absent'"),
-        ("{0}/processors_here.py:number", "is neither a class of processors nor a function that makes one"),
+        (
+            "{0}/processors_here.py:number",
+            "is neither a class of processors nor a function that makes one",
+        ),
     ],
 )
 def test_logits_processors_are_looked_at_before_anything_is_loaded(
@@ -271,13 +355,21 @@ def test_logits_processors_are_looked_at_before_anything_is_loaded(
     monkeypatch.delitem(sys.modules, "processors_here", raising=False)
     (folder / "processors_here.py").write_text("number = 7\n")
     named = named.replace("{0}", str(folder))
-    assert main(["train", str(folder / "recipe.yaml"), mode, "--engine.logits_processors", f"['{named}']"]) == 2
+    assert (
+        main(["train", str(folder / "recipe.yaml"), mode, "--engine.logits_processors", f"['{named}']"])
+        == 2
+    )
     captured = capsys.readouterr()
     assert complaint in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 
 
-def test_good_input_is_summed_up_and_its_recipe_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(folder / "recipe.yaml"), "--dry-run", *reward(f"{folder}/rewards.py:good")]) == 0
+def test_good_input_is_summed_up_and_its_recipe_printed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["train", str(folder / "recipe.yaml"), "--dry-run", *reward(f"{folder}/rewards.py:good")])
+        == 0
+    )
     captured = capsys.readouterr()
     assert captured.err.splitlines() == [
         "[hotbunk] prompts have from 18 to 18 tokens, median 18, p95 18",
@@ -291,13 +383,25 @@ def test_good_input_is_summed_up_and_its_recipe_printed(folder: Path, capsys: py
 
 
 @pytest.mark.parametrize(("command", "local_rank"), [("train", None), ("sft", "0"), ("train", "1")])
-def test_a_run_reports_a_mistake_once_on_each_machine(folder: Path, command: str, local_rank: str | None) -> None:
+def test_a_run_reports_a_mistake_once_on_each_machine(
+    folder: Path, command: str, local_rank: str | None
+) -> None:
     rank = {"LOCAL_RANK": local_rank or "", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
     environment = os.environ | (rank if local_rank else {"WORLD_SIZE": "1"})
-    words = [sys.executable, "-m", "trainer", command, str(folder / "recipe.yaml"), "--model.path", "/absent"]
+    words = [
+        sys.executable,
+        "-m",
+        "trainer",
+        command,
+        str(folder / "recipe.yaml"),
+        "--model.path",
+        "/absent",
+    ]
     result = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert result.returncode == 2
-    assert result.stderr == ("" if local_rank == "1" else "hotbunk: model.path: there is no folder /absent\n")
+    assert result.stderr == (
+        "" if local_rank == "1" else "hotbunk: model.path: there is no folder /absent\n"
+    )
     assert not (folder / "runs").exists()
 
 
@@ -322,4 +426,6 @@ def test_a_run_given_for_a_model_names_its_model(part: str, tmp_path: Path) -> N
     (tmp_path / "base" / "model" / "config.json").write_text("{}")
     with pytest.raises(UserError) as refused:
         model_config(str(tmp_path / "base" / part))
-    assert str(refused.value).endswith(f"is a run, or a part of one: name its model, {tmp_path}/base/model")
+    assert str(refused.value).endswith(
+        f"is a run, or a part of one: name its model, {tmp_path}/base/model"
+    )

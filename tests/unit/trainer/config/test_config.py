@@ -48,15 +48,20 @@ def test_a_recipe_is_read_with_yamls_traps_taken_out(recipe: Path) -> None:
 
 def test_the_resolved_recipe_reads_back_as_the_same(recipe: Path, tmp_path: Path) -> None:
     config = load_config(
-        recipe, ["sampling.stop=['a', \"b'\"]", "run.name=other", "eval.max_tokens=null", "policy.eps=1e-9"]
+        recipe,
+        ["sampling.stop=['a', \"b'\"]", "run.name=other", "eval.max_tokens=null", "policy.eps=1e-9"],
     )
     again = tmp_path / "config.yaml"
     again.write_text(to_yaml(config))
     assert load_config(again, []) == config
 
 
-def test_a_preset_on_the_command_line_counts_more_than_a_resolved_recipe(recipe: Path, tmp_path: Path) -> None:
-    plain = load_config(recipe, ["algorithm.group_size=6", "algorithm.preset=gspo", "algorithm.clip_low=0.1"])
+def test_a_preset_on_the_command_line_counts_more_than_a_resolved_recipe(
+    recipe: Path, tmp_path: Path
+) -> None:
+    plain = load_config(
+        recipe, ["algorithm.group_size=6", "algorithm.preset=gspo", "algorithm.clip_low=0.1"]
+    )
     grpo = tmp_path / "config.yaml"
     grpo.write_text(to_yaml(load_config(recipe, ["algorithm.group_size=6", "algorithm.preset=grpo"])))
     overrides = ["algorithm.preset=gspo", "algorithm.clip_low=0.1", "run.name=small"]
@@ -128,8 +133,14 @@ def test_overrides_are_distinguished_from_options() -> None:
         ("quux=1", "quux is not a known key; see --help for all of them"),
         ("policy.lr=-1", "policy.lr is -1, but should be at least 1e-20"),
         ("policy.lr=.nan", "policy.lr is nan, but should be a finite number"),
-        ("run.name=../up", "run.name is '../up', but may have only letters, digits, '_', '-' and, inside, '.'"),
-        ("data.path=${oc.env:HOTBUNK_TEST_ABSENT}", "Environment variable 'HOTBUNK_TEST_ABSENT' not found"),
+        (
+            "run.name=../up",
+            "run.name is '../up', but may have only letters, digits, '_', '-' and, inside, '.'",
+        ),
+        (
+            "data.path=${oc.env:HOTBUNK_TEST_ABSENT}",
+            "Environment variable 'HOTBUNK_TEST_ABSENT' not found",
+        ),
         ("run.steps=[1", "--run.steps=[1 cannot be applied"),
     ],
 )
@@ -144,7 +155,11 @@ def test_all_wrong_keys_are_named_at_once(recipe: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_config(recipe, ["policy.lr=0", "run.stpes=3", "algorithm.aggregation=mean"])
     lines = str(caught.value).splitlines()
-    assert sorted(line.split()[0] for line in lines) == ["algorithm.aggregation", "policy.lr", "run.stpes"]
+    assert sorted(line.split()[0] for line in lines) == [
+        "algorithm.aggregation",
+        "policy.lr",
+        "run.stpes",
+    ]
 
 
 def test_every_key_is_explained_once() -> None:
@@ -160,7 +175,7 @@ def test_every_key_is_explained_once() -> None:
 
 
 def test_every_value_is_explained() -> None:
-    """Values of a fixed set and names of a table each have a line of their own below their key."""
+    """Return values of a fixed set and names of a table each have a line of their own below their key."""
 
     def values(annotation: Any) -> set[str]:
         if get_origin(annotation) is Literal:
@@ -173,7 +188,12 @@ def test_every_value_is_explained() -> None:
         for value in values(field.annotation) if "." in key else ():
             assert re.search(rf"\n {{10}}{value}: \S", entries[key]), (key, value)
     tables = {"preset": PRESETS, "advantage": ADVANTAGES, "loss": LOSSES, "aggregation": AGGREGATIONS}
-    tables |= {"kl_estimator": ESTIMATORS, "ratio_level": LEVELS, "tis_level": LEVELS, "keep_level": LEVELS}
+    tables |= {
+        "kl_estimator": ESTIMATORS,
+        "ratio_level": LEVELS,
+        "tis_level": LEVELS,
+        "keep_level": LEVELS,
+    }
     for name, table in tables.items():
         for value, record in table.items():
             assert f"\n          {value}: {record.meaning[:40]}" in entries[f"algorithm.{name}"]

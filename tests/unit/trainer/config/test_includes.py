@@ -10,7 +10,7 @@ from trainer.errors import UserError
 
 
 def write(folder: Path, **files: str) -> Path:
-    """Writes each `name=text` as name.yaml; returns the path of the first."""
+    """Write each `name=text` as name.yaml; return the path of the first."""
     folder.mkdir(exist_ok=True)
     for name, text in files.items():
         (folder / f"{name}.yaml").write_text(text)
@@ -34,16 +34,23 @@ def test_the_nearer_file_takes_precedence(tmp_path: Path) -> None:
 
 
 def test_a_section_includes_a_file_relative_to_its_own(tmp_path: Path) -> None:
-    write(tmp_path / "sizes", engine="includes: smaller.yaml\nmax_num_seqs: 7\n", smaller="max_model_len: 99\n")
+    write(
+        tmp_path / "sizes",
+        engine="includes: smaller.yaml\nmax_num_seqs: 7\n",
+        smaller="max_model_len: 99\n",
+    )
     recipe = write(
-        tmp_path, recipe="model: {path: m}\ndata: {path: d}\nengine: {includes: [sizes/engine.yaml], sleep: false}\n"
+        tmp_path,
+        recipe="model: {path: m}\ndata: {path: d}\nengine: {includes: [sizes/engine.yaml], sleep: false}\n",
     )
     engine = load_config(recipe, []).engine
     assert (engine.max_num_seqs, engine.max_model_len, engine.sleep) == (7, 99, False)
 
 
 def test_a_cycle_is_named_from_end_to_end(tmp_path: Path) -> None:
-    recipe = write(tmp_path, a="includes: [b.yaml]\n", b="includes: [c.yaml]\n", c="includes: [./a.yaml]\n")
+    recipe = write(
+        tmp_path, a="includes: [b.yaml]\n", b="includes: [c.yaml]\n", c="includes: [./a.yaml]\n"
+    )
     with pytest.raises(UserError, match=r"a\.yaml includes b\.yaml includes c\.yaml includes a\.yaml"):
         load_config(recipe, [])
 
@@ -82,7 +89,9 @@ def test_a_default_may_have_characters_that_interpolations_have_not(tmp_path: Pa
     assert (config.model.path, config.data.path) == ("<m>;</s>", "d.jsonl")
 
 
-def test_defaults_stand_until_the_environment_says_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_stand_until_the_environment_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = write(
         tmp_path,
         recipe="includes: ['${HOTBUNK_TEST_BASE:base}.yaml']\nrun: {steps: '${HOTBUNK_TEST_STEPS:5}', seed: 0}\n"

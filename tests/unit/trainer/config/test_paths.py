@@ -15,9 +15,15 @@ from trainer.run.keeper import _compared_keys
 
 RECIPE = "model: {path: m}\ndata: {path: d}\n"
 KEYS = (
-    "run.output_dir", "model.path", "model.tokenizer", "data.path", "eval.datasets.a.path", "critic.path",
-    "algorithm.teacher", "checkpoint.resume",
-)  # fmt: skip
+    "run.output_dir",
+    "model.path",
+    "model.tokenizer",
+    "data.path",
+    "eval.datasets.a.path",
+    "critic.path",
+    "algorithm.teacher",
+    "checkpoint.resume",
+)
 WORDS = ("rollout.client.command", "rollout.mcp.a.command")
 
 
@@ -31,7 +37,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def value(config: Any, key: str) -> Any:
-    """The value of a dotted key, in sections and mappings."""
+    """Return the value of a dotted key, in sections and mappings."""
     for name in key.split("."):
         config = config[name] if isinstance(config, dict) else getattr(config, name)
     return config
@@ -40,7 +46,13 @@ def value(config: Any, key: str) -> Any:
 @pytest.mark.parametrize("key", KEYS)
 def test_every_path_is_expanded_and_recorded_as_written(recipe: Path, key: str) -> None:
     home, place = f"{recipe.parent}/home", f"{recipe.parent}/place"
-    cases = {"~": home, "~/x": f"{home}/x", "$PLACE/x": f"{place}/x", "a/$PLACE": f"a/{place}", "/$5~": "/$5~"}
+    cases = {
+        "~": home,
+        "~/x": f"{home}/x",
+        "$PLACE/x": f"{place}/x",
+        "a/$PLACE": f"a/{place}",
+        "/$5~": "/$5~",
+    }
     for written, meant in cases.items():
         config = load_config(recipe, [f"{key}={json.dumps(written)}"])
         assert value(config, key) == meant
@@ -63,7 +75,13 @@ def test_words_of_commands_are_expanded_unless_a_shell_reads_them(recipe: Path, 
 
 
 def test_names_that_are_not_paths_stay_as_they_are(recipe: Path) -> None:
-    for name in ("Qwen/Qwen3-8B", "reasoning_gym:basic_arithmetic?size=10", "./data.jsonl", "a~b", "cost$.jsonl"):
+    for name in (
+        "Qwen/Qwen3-8B",
+        "reasoning_gym:basic_arithmetic?size=10",
+        "./data.jsonl",
+        "a~b",
+        "cost$.jsonl",
+    ):
         assert load_config(recipe, [f"data.path={name}"]).data.path == name
     prompt = "It costs $PLACE, or ~."
     assert load_config(recipe, [f"data.system_prompt={prompt!r}"]).data.system_prompt == prompt
@@ -91,8 +109,12 @@ def test_paths_given_in_python_are_expanded_too(recipe: Path) -> None:
 def test_included_files_and_accelerates_file_are_found(recipe: Path) -> None:
     (recipe.parent / "home").mkdir()
     (recipe.parent / "home/base.yaml").write_text("run: {steps: 7}\n")
-    (recipe.parent / "home/accelerate.yaml").write_text("distributed_type: FSDP\nmixed_precision: bf16\n")
-    recipe.write_text(f"includes: [~/base.yaml]\n{RECIPE}policy: {{accelerate_config: $HOME/accelerate.yaml}}\n")
+    (recipe.parent / "home/accelerate.yaml").write_text(
+        "distributed_type: FSDP\nmixed_precision: bf16\n"
+    )
+    recipe.write_text(
+        f"includes: [~/base.yaml]\n{RECIPE}policy: {{accelerate_config: $HOME/accelerate.yaml}}\n"
+    )
     config = load_config(recipe, [])
     assert (config.run.steps, config.policy.backend, config.policy.dtype) == (7, "fsdp", "bfloat16")
     recipe.write_text(f"includes: [$GONE/base.yaml]\n{RECIPE}")

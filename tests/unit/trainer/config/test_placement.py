@@ -6,12 +6,20 @@ from pathlib import Path
 import pytest
 
 from tests.support.real_run import ROOT
-from trainer.config.placement import PLACEMENTS, engine_workers, generating_ranks, leads_engine, training_ranks
+from trainer.config.placement import (
+    PLACEMENTS,
+    engine_workers,
+    generating_ranks,
+    leads_engine,
+    training_ranks,
+)
 from trainer.config.recipe import load_config
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 
-ASKED = re.compile(r"engine\.(apart|placement)\b\s*(==|!=|\bin\b|\)? (else|and|or)\b)|[!=]= ['\"]ray['\"]")
+ASKED = re.compile(
+    r"engine\.(apart|placement)\b\s*(==|!=|\bin\b|\)? (else|and|or)\b)|[!=]= ['\"]ray['\"]"
+)
 """A question where engines are, rather than a look at the record."""
 
 

@@ -17,10 +17,15 @@ def test_former_names_are_not_keys_and_present_ones_are() -> None:
 @pytest.mark.parametrize("override", [[], ["algorithm.trace=0.9"]])
 def test_an_old_key_is_refused_with_its_new_name(tmp_path: Path, override: list[str]) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("model: {path: m}\ndata: {path: d}\n" + "algorithm: {trace: 0.9}\n" * (not override))
+    recipe.write_text(
+        "model: {path: m}\ndata: {path: d}\n" + "algorithm: {trace: 0.9}\n" * (not override)
+    )
     with pytest.raises(UserError) as caught:
         load_config(recipe, override)
-    assert str(caught.value) == "algorithm.trace is now algorithm.gae_lambda: write algorithm.gae_lambda: 0.9"
+    assert (
+        str(caught.value)
+        == "algorithm.trace is now algorithm.gae_lambda: write algorithm.gae_lambda: 0.9"
+    )
 
 
 def test_evaluation_data_has_only_one_key(tmp_path: Path) -> None:

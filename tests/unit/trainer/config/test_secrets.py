@@ -41,7 +41,9 @@ def recipe(tiny_qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("STEPS", "3")
     texts = {"folder": tmp_path, "model": tiny_qwen2, "python": sys.executable, "literal": LITERAL}
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(**texts))
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": "p", "answer": "a"}) + "\n" for _ in range(4)))
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": "p", "answer": "a"}) + "\n" for _ in range(4))
+    )
     (tmp_path / "rewards.py").write_text("def judged(completion, *, answer, key): return 1.0\n")
     return tmp_path / "recipe.yaml"
 
@@ -62,7 +64,7 @@ def identity(config: TrainConfig) -> dict[str, Any]:
 
 
 def saved_run(config: TrainConfig) -> Path:
-    """Returns the folder of a run of one step, written by the real tracker with a real W&B, and a real checkpoint."""
+    """Return the folder of a run of one step, written by the real tracker with a real W&B, and a real checkpoint."""
     tracker = make_run_tracker(config, RunState())
     tracker.log(1, {"reward/mean": 1.0})
     tracker.close()
@@ -72,10 +74,13 @@ def saved_run(config: TrainConfig) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_no_file_of_a_run_contains_values_of_the_environment(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_file_of_a_run_contains_values_of_the_environment(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("wandb")
     config = load_config(recipe, [])
-    assert config.rollout.kwargs["again"] == f"Bearer {KEY}" and config.run.steps == 3  # the run itself has it
+    # The run itself has it
+    assert config.rollout.kwargs["again"] == f"Bearer {KEY}" and config.run.steps == 3
     run = saved_run(config)
     assert main(["report", str(run)]) == 0
     assert main(["train", str(recipe), "--dry-run"]) == 0
@@ -84,14 +89,17 @@ def test_no_file_of_a_run_contains_values_of_the_environment(recipe: Path, capsy
     assert {"config.yaml", "report.html", "checkpoints/step_1/extra.json"} < texts.keys()
     assert any(re.match(r"wandb/offline-run.*/.*\.wandb", name) for name in texts)
     assert [name for name, text in texts.items() if KEY.encode() in text] == []
-    assert [name for name, text in texts.items() if LITERAL.encode() in text] == ["config.yaml"]  # which is run again
+    # Which is run again
+    assert [name for name, text in texts.items() if LITERAL.encode() in text] == ["config.yaml"]
     assert KEY not in output and LITERAL not in output and "Bearer ***" in output
     assert "Bearer ***" in texts["report.html"].decode()
     for name in ("config.yaml", "checkpoints/step_1/extra.json"):
         assert stat.S_IMODE((run / name).stat().st_mode) == 0o600
 
 
-def test_a_runs_recorded_recipe_reads_the_environment_again(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runs_recorded_recipe_reads_the_environment_again(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load_config(recipe, [])
     kept = recipe.with_name("config.yaml")
     kept.write_text(to_yaml(config))
@@ -137,7 +145,9 @@ def test_errors_contain_no_secrets(recipe: Path, override: str) -> None:
 
 def test_recorded_recipes_have_settings_of_verifiers_once(recipe: Path) -> None:
     text = yaml.safe_load(recipe.read_text())
-    text["rollout"] = {"verifiers": {"environment": "e", "python": "p", "env": {"A": "${oc.env:SEARCH_KEY}"}}}
+    text["rollout"] = {
+        "verifiers": {"environment": "e", "python": "p", "env": {"A": "${oc.env:SEARCH_KEY}"}}
+    }
     del text["data"]["path"]
     recipe.write_text(yaml.safe_dump(text))
     config = load_config(recipe, [])
@@ -163,7 +173,9 @@ def test_interpolations_that_multiply_are_refused_before_they_fill_the_memory(
         recipe.write_text(yaml.safe_dump(text))
         assert main(["train", str(recipe), "--dry-run"]) == 2
         message = capsys.readouterr().err
-        assert "interpolations insert more than 1048576 characters" in message and message.count("\n") == 1
+        assert (
+            "interpolations insert more than 1048576 characters" in message and message.count("\n") == 1
+        )
     text["rollout"]["kwargs"] = {"long": "x" * 2**21}  # no interpolation
     recipe.write_text(yaml.safe_dump(text))
     assert len(load_config(recipe, []).rollout.kwargs["long"]) == 2**21
@@ -180,4 +192,7 @@ def test_a_private_file_is_never_open_to_others(tmp_path: Path) -> None:
         write_whole(tmp_path / "plain", "text")
     finally:
         os.umask(old)
-    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("file", "plain")] == [0o600, 0o666]
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("file", "plain")] == [
+        0o600,
+        0o666,
+    ]

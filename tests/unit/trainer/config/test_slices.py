@@ -14,8 +14,11 @@ CUT = {"slice_tokens": 100, "ahead": 1}
 
 
 def recipe(**sections: Any) -> TrainConfig:
-    """Returns a recipe with answers of at most 400 tokens."""
-    base: dict[str, Any] = {"sampling": {"max_tokens": 400}, "reward": {"functions": [{"name": "exact_match"}]}}
+    """Return a recipe with answers of at most 400 tokens."""
+    base: dict[str, Any] = {
+        "sampling": {"max_tokens": 400},
+        "reward": {"functions": [{"name": "exact_match"}]},
+    }
     return make_config(**{name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
 
 
@@ -26,17 +29,29 @@ def rollout_problems(config: TrainConfig) -> list[str]:
 @pytest.mark.parametrize(
     ("sections", "sentence"),
     [
-        ({"rollout": CUT | {"slice_tokens": 400}}, "rollout.slice_tokens = 400 cuts no answer, since none has more"),
-        ({"rollout": {"ahead": 1}}, "rollout.ahead is 1.0, but answers are not cut: set rollout.slice_tokens"),
+        (
+            {"rollout": CUT | {"slice_tokens": 400}},
+            "rollout.slice_tokens = 400 cuts no answer, since none has more",
+        ),
+        (
+            {"rollout": {"ahead": 1}},
+            "rollout.ahead is 1.0, but answers are not cut: set rollout.slice_tokens",
+        ),
         ({"rollout": {"max_age": 3}}, "rollout.max_age is 3, but answers are not cut"),
         ({"rollout": {"old_tokens": "mask"}}, "rollout.old_tokens is mask, but answers are not cut"),
-        ({"rollout": CUT | {"max_age": 3}}, "let answers become 4 steps old, more than rollout.max_age = 3"),
+        (
+            {"rollout": CUT | {"max_age": 3}},
+            "let answers become 4 steps old, more than rollout.max_age = 3",
+        ),
         ({"rollout": CUT, "algorithm": {"tis_cap": None}}, "but algorithm.tis_cap is null: set it, or"),
         (
             {"rollout": CUT | {"old_tokens": "mask"}, "algorithm": {"credit": "turns"}},
             "rollout.old_tokens is mask, which hides whole turns",
         ),
-        ({"rollout": CUT, "sampling": {"stop": ["###"]}}, "sampling.stop is set, but a stop string may lie across"),
+        (
+            {"rollout": CUT, "sampling": {"stop": ["###"]}},
+            "sampling.stop is set, but a stop string may lie across",
+        ),
         (
             {"rollout": CUT | {"tools": ["a:b"], "tool_parser": "inline"}},
             "rollout.tool_parser is inline, whose end tag may lie across a cut",
@@ -47,7 +62,7 @@ def rollout_problems(config: TrainConfig) -> list[str]:
         ),
         ({"rollout": CUT | {"sampler": "a:B"}}, "rollout.sampler takes its whole batch at once"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_conflict_with_slices_are_refused_in_one_sentence(
     sections: dict[str, Any], sentence: str
 ) -> None:
@@ -74,7 +89,9 @@ def test_keys_that_do_not_conflict_with_slices_are_accepted(sections: dict[str, 
     ("slice_tokens", "ahead", "turns", "age"),
     [(100, 1, 1, 4), (399, 1, 1, 2), (399, 0, 1, 1), (134, 1.5, 1, 4), (100, 2, 3, 13), (400, 0, 1, 0)],
 )
-def test_the_plan_says_how_old_answers_may_become(slice_tokens: int, ahead: float, turns: int, age: int) -> None:
+def test_the_plan_says_how_old_answers_may_become(
+    slice_tokens: int, ahead: float, turns: int, age: int
+) -> None:
     several = {"tools": ["a:b"], "max_turns": turns} if turns > 1 else {}
     config = recipe(
         rollout={"slice_tokens": slice_tokens, "ahead": ahead} | several,

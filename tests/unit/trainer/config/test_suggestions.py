@@ -28,7 +28,7 @@ def misspelt(name: str, chance: random.Random) -> str:
 
 
 def test_a_key_with_one_or_two_wrong_letters_is_named_or_none_is() -> None:
-    """Draws 200 keys by seed. Long names are nearly always recognised; a wrong key is never named."""
+    """Draw 200 keys by seed. Long names are nearly always recognised; a wrong key is never named."""
     chance = random.Random(60)
     answers = []
     while len(answers) < 200:
@@ -79,14 +79,16 @@ def test_a_section_of_another_trainer_is_answered_key_by_key(tmp_path: Path) -> 
     assert "quux is not a known key; see --help for all of them" in lines
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("trian", "train"), ("gnerate", "generate"), ("evl", "eval")])
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("trian", "train"), ("gnerate", "generate"), ("evl", "eval")]
+)
 def test_a_misspelt_command_is_named(typed: str, meant: str) -> None:
     with pytest.raises(UserError, match=f"'{typed}' is not a command of hotbunk; did you mean {meant}?"):
         parse([typed, "recipe.yaml"])
 
 
 def test_edits_are_the_length_of_the_shortest_path_through_one_edit_at_a_time() -> None:
-    """Compares with a breadth-first search over all strings of two letters."""
+    """Compare with a breadth-first search over all strings of two letters."""
     texts = {""}
     for _ in range(4):
         texts |= {text + letter for text in texts for letter in "ab"}

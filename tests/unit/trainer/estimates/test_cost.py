@@ -45,7 +45,9 @@ def config(model: Path, **sections: Any) -> TrainConfig:
         "algorithm": {"group_size": 8},
         "policy": {"dtype": "bfloat16", "activation_checkpointing": "full"},
     }
-    return recipe(model, **{key: base.get(key, {}) | sections.get(key, {}) for key in {**base, **sections}})
+    return recipe(
+        model, **{key: base.get(key, {}) | sections.get(key, {}) for key in {**base, **sections}}
+    )
 
 
 def by_name(costs: list[Cost]) -> dict[str, Cost]:
@@ -78,7 +80,9 @@ def test_prompts_computed_once_cost_their_operations_once(tiny_qwen2: Path) -> N
     assert step_flops(short, BILLION, 4, LENGTHS) == step_flops(config(tiny_qwen2), BILLION, 4, LENGTHS)
 
 
-def test_an_engine_reads_its_weights_for_each_token_and_more_slots_take_fewer_steps(tiny_qwen2: Path) -> None:
+def test_an_engine_reads_its_weights_for_each_token_and_more_slots_take_fewer_steps(
+    tiny_qwen2: Path,
+) -> None:
     slow = replace(GPU, memory_rate=1e11)  # so that nothing else counts
     weights = 2 * BILLION.total / 0.85e11
 
@@ -87,7 +91,9 @@ def test_an_engine_reads_its_weights_for_each_token_and_more_slots_take_fewer_st
         return by_name(step_costs(plan, BILLION, ranks, slow, LENGTHS))["rollout"].seconds
 
     assert seconds(128, 4) == pytest.approx(600 * (weights + 1e-3), rel=0.1), "to twice the mean length"
-    assert seconds(64, 4) == pytest.approx(900 * (weights + 1e-3), rel=0.1), "and the mean once more to begin with"
+    assert seconds(64, 4) == pytest.approx(900 * (weights + 1e-3), rel=0.1), (
+        "and the mean once more to begin with"
+    )
     assert seconds(128, 8) < seconds(128, 4), "fewer answers have fewer keys and values to read"
 
 
@@ -108,8 +114,12 @@ def test_gathers_are_hidden_by_work_and_waited_for_where_links_are_slow(tiny_qwe
 def test_gradients_alone_go_between_replicas_once_an_update(tiny_qwen2: Path) -> None:
     plan = config(tiny_qwen2, policy={"shard_size": 8})
     costs = by_name(step_costs(plan, BILLION, 64, GPU, LENGTHS))
-    assert costs["update: between replicas"].seconds == pytest.approx(2 * 4 * BILLION.total / 8 / (0.75 * 5e10))
-    assert "update: between replicas" not in by_name(step_costs(config(tiny_qwen2), BILLION, 64, GPU, LENGTHS))
+    assert costs["update: between replicas"].seconds == pytest.approx(
+        2 * 4 * BILLION.total / 8 / (0.75 * 5e10)
+    )
+    assert "update: between replicas" not in by_name(
+        step_costs(config(tiny_qwen2), BILLION, 64, GPU, LENGTHS)
+    )
 
 
 def test_only_adapters_are_reduced_where_adapters_are_trained(tiny_qwen2: Path) -> None:
@@ -124,8 +134,12 @@ def test_only_adapters_are_reduced_where_adapters_are_trained(tiny_qwen2: Path) 
 def test_shared_memory_needs_no_sync_and_offloading_takes_time(tiny_qwen2: Path) -> None:
     costs = by_name(step_costs(config(tiny_qwen2), BILLION, 1, GPU, LENGTHS))
     assert costs["sync"].seconds == pytest.approx(3 * 2 * BILLION.total / (0.85 * 4e12))
-    assert "sync" not in by_name(step_costs(config(tiny_qwen2, sync={"way": "zero_copy"}), BILLION, 1, GPU, LENGTHS))
-    away = by_name(step_costs(config(tiny_qwen2, policy={"offload": "optimizer"}), BILLION, 1, GPU, LENGTHS))
+    assert "sync" not in by_name(
+        step_costs(config(tiny_qwen2, sync={"way": "zero_copy"}), BILLION, 1, GPU, LENGTHS)
+    )
+    away = by_name(
+        step_costs(config(tiny_qwen2, policy={"offload": "optimizer"}), BILLION, 1, GPU, LENGTHS)
+    )
     more = away["sleep and wake"].seconds - costs["sleep and wake"].seconds
     assert more == pytest.approx(2 * 8 * BILLION.total / 50e9)
 
@@ -133,7 +147,9 @@ def test_shared_memory_needs_no_sync_and_offloading_takes_time(tiny_qwen2: Path)
 def test_updates_on_the_host_take_time_for_copies_beside_the_work(tiny_qwen2: Path) -> None:
     """FSDP2 copies float32 weights twice and gradients once, a policy in place rounded ones once each."""
     size = BILLION.total
-    sharded = by_name(step_costs(config(tiny_qwen2, policy={"update_on": "host"}), BILLION, 1, GPU, LENGTHS))
+    sharded = by_name(
+        step_costs(config(tiny_qwen2, policy={"update_on": "host"}), BILLION, 1, GPU, LENGTHS)
+    )
     copies = sharded["update: host copies"]
     count = round((copies.seconds + copies.hidden) * 50e9 / (12 * size))
     assert count and copies.seconds + copies.hidden == pytest.approx(count * 12 * size / 50e9)
@@ -155,7 +171,9 @@ def test_engines_apart_share_the_answers_among_fewer_and_never_sleep(tiny_qwen2:
     """Six of eight ranks train, two generate; weights are gathered and broadcast."""
     apart = config(tiny_qwen2, engine={"placement": "ranks", "ranks": 2})
     costs = by_name(step_costs(apart, BILLION, 8, GPU, LENGTHS))
-    six, two = (by_name(step_costs(config(tiny_qwen2), BILLION, ranks, GPU, LENGTHS)) for ranks in (6, 2))
+    six, two = (
+        by_name(step_costs(config(tiny_qwen2), BILLION, ranks, GPU, LENGTHS)) for ranks in (6, 2)
+    )
     assert costs["rollout"] == two["rollout"] and "sleep and wake" not in costs
     assert [cost for name, cost in costs.items() if name.startswith("update")] == [
         cost for name, cost in six.items() if name.startswith("update")
@@ -172,10 +190,13 @@ def test_a_step_with_a_lag_takes_the_longer_of_rollout_and_update(tiny_qwen2: Pa
     apart = config(tiny_qwen2, engine={"placement": "ranks", "ranks": 4}, rollout={"lag": 1})
     without = config(tiny_qwen2, engine={"placement": "ranks", "ranks": 4})
     gpu = (
-        replace(GPU, memory_rate=1e14, flops=1e14) if longer == "update" else replace(GPU, memory_rate=1e12, flops=1e17)
+        replace(GPU, memory_rate=1e14, flops=1e14)
+        if longer == "update"
+        else replace(GPU, memory_rate=1e12, flops=1e17)
     )
     costs, one = (
-        step_costs(run_plan, BILLION, 8, gpu, Lengths(prompt=100, answer=300)) for run_plan in (apart, without)
+        step_costs(run_plan, BILLION, 8, gpu, Lengths(prompt=100, answer=300))
+        for run_plan in (apart, without)
     )
     rollout, update = one[0].seconds, sum(cost.seconds for cost in one[2:])
     assert (rollout > update) == (longer == "rollout")
@@ -189,7 +210,10 @@ def test_rank_splits_that_fit_are_compared_and_the_fastest_is_named(tiny_qwen2: 
 
     def seconds(apart: int, lag: int) -> float:
         keys: dict[str, Any] = {"policy": {"offload": "none" if apart else "all"}}
-        keys |= {"engine": {"placement": "ranks", "ranks": apart} if apart else {}, "rollout": {"lag": lag}}
+        keys |= {
+            "engine": {"placement": "ranks", "ranks": apart} if apart else {},
+            "rollout": {"lag": lag},
+        }
         recipe = config(tiny_qwen2, **keys, sync={"way": "auto" if apart else "pull"})
         return sum(cost.seconds for cost in step_costs(recipe, BILLION, 8, GPU, lengths))
 
@@ -204,7 +228,9 @@ def test_rank_splits_that_fit_are_compared_and_the_fastest_is_named(tiny_qwen2: 
         f"engine.placement: ranks, engine.ranks: {ahead.apart}, rollout.lag: 1: {ahead.seconds:.2f} s a step"
     )
     assert lines[2].endswith(f"{abs(change):.0%} {'faster' if change > 0 else 'slower'}")
-    assert [split.apart % 8 for split in compared(plan, BILLION, 32, GPU, lengths)] == [0, 0, 0], "whole nodes"
+    assert [split.apart % 8 for split in compared(plan, BILLION, 32, GPU, lengths)] == [0, 0, 0], (
+        "whole nodes"
+    )
     assert not any(compared(plan, BILLION, 8, replace(GPU, memory_gib=1.0), lengths)), "none fits"
     three = config(tiny_qwen2, engine={"tensor_parallel_size": 3})
     assert (
@@ -223,10 +249,18 @@ def test_a_plan_for_a_gpu_has_seconds_and_mfu(
     for gpu in GPUS:
         assert main(["plan", str(path), "--ranks", "8", "--gpu", gpu, "--answer-tokens", "50"]) == 0
         output = capsys.readouterr().out
-        assert "8, on cuda" in output and f"of {GPUS[gpu].memory_gib:.1f} GiB" in output and "MFU" in output
+        assert (
+            "8, on cuda" in output and f"of {GPUS[gpu].memory_gib:.1f} GiB" in output and "MFU" in output
+        )
         assert "every rank does both: " in output and "rollout.lag: 1: " in output
-        assert "prompts of 50 and answers of 50 tokens" in output and max(map(len, output.splitlines())) <= 120
+        assert (
+            "prompts of 50 and answers of 50 tokens" in output
+            and max(map(len, output.splitlines())) <= 120
+        )
     assert main(["plan", str(path), "--ranks", "8", "--gpu", "h100", "--answer-tokens", "101"]) == 2
-    assert "--answer-tokens is 101, but the recipe allows 1 to 100: choose from these" in capsys.readouterr().err
+    assert (
+        "--answer-tokens is 101, but the recipe allows 1 to 100: choose from these"
+        in capsys.readouterr().err
+    )
     assert main(["plan", str(path), "--gpu", "h1000"]) == 2
     assert "invalid choice" in capsys.readouterr().err

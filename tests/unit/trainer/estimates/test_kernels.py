@@ -24,7 +24,9 @@ from trainer.policy.logprobs import block_shape, cuda_block_elements, target_log
 def test_a_layer_of_qwen3_4b_launches_what_was_counted_by_hand(tmp_path: Path) -> None:
     """Forward: 4 norms of 7 kernels, 7 products, 14 of rotary embeddings, SiLU, its product, 2 sums, attention."""
     write_config("Qwen/Qwen3-4B", tmp_path)
-    counts = count_kernels(recipe(tmp_path, policy={"dtype": "bfloat16"}), str(tmp_path), rows=16, length=1024)
+    counts = count_kernels(
+        recipe(tmp_path, policy={"dtype": "bfloat16"}), str(tmp_path), rows=16, length=1024
+    )
     norms, products, rotary = 4 * 7, 7, 14
     assert counts.forward.kernels / 36 == norms + products + rotary + 2 + 2 + 1
     gigabytes = 16_384 * (counts.forward.times(2) + counts.backward).token_bytes / 36 / 1e9
@@ -32,7 +34,9 @@ def test_a_layer_of_qwen3_4b_launches_what_was_counted_by_hand(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3", "qwen3_next", "gpt_oss"])
-def test_the_sum_over_kinds_of_layers_is_the_count_of_the_whole_trunk(tmp_path: Path, family: str) -> None:
+def test_the_sum_over_kinds_of_layers_is_the_count_of_the_whole_trunk(
+    tmp_path: Path, family: str
+) -> None:
     make_family(family, tmp_path)
     plan = recipe(tmp_path, policy={"dtype": "bfloat16"})
     counts = count_kernels(plan, str(tmp_path), rows=2, length=64)
@@ -43,13 +47,19 @@ def test_the_sum_over_kinds_of_layers_is_the_count_of_the_whole_trunk(tmp_path: 
     none = kernels._trunk_counts(model, layers[:0], 2, 64)
     assert counts.forward.kernels == entire.forward.kernels - none.forward.kernels > 0
     assert counts.backward.kernels == entire.backward.kernels - none.backward.kernels > 0
-    assert counts.forward.token_bytes == pytest.approx(entire.forward.token_bytes - none.forward.token_bytes)
-    assert counts.backward.token_bytes == pytest.approx(entire.backward.token_bytes - none.backward.token_bytes)
+    assert counts.forward.token_bytes == pytest.approx(
+        entire.forward.token_bytes - none.forward.token_bytes
+    )
+    assert counts.backward.token_bytes == pytest.approx(
+        entire.backward.token_bytes - none.backward.token_bytes
+    )
 
 
 def test_narrow_factors_of_adapters_count_by_their_bytes(tmp_path: Path) -> None:
     write_config("Qwen/Qwen3-4B", tmp_path)
-    bare = count_kernels(recipe(tmp_path, policy={"dtype": "bfloat16"}), str(tmp_path), rows=4, length=1024)
+    bare = count_kernels(
+        recipe(tmp_path, policy={"dtype": "bfloat16"}), str(tmp_path), rows=4, length=1024
+    )
     lora = recipe(tmp_path, policy={"dtype": "bfloat16"}, lora={"rank": 16})
     adapted = count_kernels(lora, str(tmp_path), rows=4, length=1024)
     # Each of seven layers multiplies twice, and scales and adds the result.
@@ -62,7 +72,9 @@ def test_bytes_and_kernels_of_the_head_are_those_of_its_code(monkeypatch: pytest
     monkeypatch.setattr(kernels, "WIDE", 0)
     tokens, hidden_size, vocabulary = 8192, 64, 65_536
     hidden = torch.empty(tokens, hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    weight = torch.empty(vocabulary, hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    weight = torch.empty(
+        vocabulary, hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True
+    )
     targets = torch.empty(tokens, dtype=torch.int64, device="meta")
     block = block_shape(cuda_block_elements(80 << 30), vocabulary)
     with kernels._Counter() as counter:
@@ -76,7 +88,9 @@ def test_bytes_and_kernels_of_the_head_are_those_of_its_code(monkeypatch: pytest
 def test_a_device_waits_for_the_host_where_kernels_are_many_and_short(tiny_qwen2: Path) -> None:
     plan = config(tiny_qwen2)  # four micro-batches on four ranks, all layers recomputed
     counts = KernelCounts(PassCount(1000, 0.0), PassCount(2000, 0.0))
-    few = by_name(step_costs(plan, replace(BILLION, kernels=counts), 4, GPU, LENGTHS))["update: launches"]
+    few = by_name(step_costs(plan, replace(BILLION, kernels=counts), 4, GPU, LENGTHS))[
+        "update: launches"
+    ]
     blocks = 38_400 * 100_000 / cuda_block_elements(80 << 30)
     assert few.seconds == 0.0
     assert few.hidden == pytest.approx(LAUNCH * (7 * 4000 + blocks * _BLOCK_KERNELS))
@@ -84,11 +98,13 @@ def test_a_device_waits_for_the_host_where_kernels_are_many_and_short(tiny_qwen2
     costs = by_name(step_costs(plan, many, 4, GPU, LENGTHS))
     working = costs["update: products"].seconds + costs["update: elementwise"].seconds
     assert costs["update: launches"].hidden == pytest.approx(working)
-    assert costs["update: launches"].seconds == pytest.approx(LAUNCH * (7 * 2e6 + blocks * _BLOCK_KERNELS) - working)
+    assert costs["update: launches"].seconds == pytest.approx(
+        LAUNCH * (7 * 2e6 + blocks * _BLOCK_KERNELS) - working
+    )
 
 
 def test_the_one_measured_update_takes_at_most_twice_the_planned_seconds(tmp_path: Path) -> None:
-    """A policy of 0.5B took 0.563 s on one H100 for 24,908 tokens, 19,882 of them targets."""
+    """Return a policy of 0.5B took 0.563 s on one H100 for 24,908 tokens, 19,882 of them targets."""
     common.write_config(tmp_path, "0.5B", "bfloat16")
     sections = {
         "run": {"device": "cuda"},

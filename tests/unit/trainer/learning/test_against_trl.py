@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
-with mock.patch("trl.import_utils.is_vllm_available", return_value=False):  # 10 s for what is not used here
+with mock.patch("trl.import_utils.is_vllm_available", return_value=False):
+    # 10 s for what is not used here
     from trl.trainer import grpo_trainer, rloo_trainer
 from trl.rewards.other_rewards import get_soft_overlong_punishment
 
@@ -45,13 +46,14 @@ def batch(spread: float = 0.3, seed: int = 0) -> dict[str, Tensor]:
         "old": (new + noise(spread)) * mask,
         "engine": (new + noise(spread)) * mask,
         "reference": (new + noise(0.5)) * mask,
-        "entropy": (noise(1.0).abs().float().double() * mask).requires_grad_(),  # TRL's threshold is a float32
+        # TRL's threshold is a float32
+        "entropy": (noise(1.0).abs().float().double() * mask).requires_grad_(),
         "advantages": torch.tensor([1.5, -0.7, -1.1, 2.0, 0.4, 0.0], dtype=torch.float64),
     }
 
 
 def awkward(kind: str) -> dict[str, Tensor]:
-    """Returns ratios far from 1, upwards and downwards, under advantages of both signs; "huge" ones only where they are
+    """Return ratios far from 1, upwards and downwards, under advantages of both signs; "huge" ones only where they are
     cut.
     """
     data = batch()
@@ -63,44 +65,71 @@ def awkward(kind: str) -> dict[str, Tensor]:
 
 
 def accelerator() -> SimpleNamespace:
-    """Returns an accelerator of one process, which gathers only its own values."""
+    """Return an accelerator of one process, which gathers only its own values."""
     return SimpleNamespace(
-        gather=lambda x: x, gather_for_metrics=lambda x: x, reduce=lambda x, reduction: x, num_processes=1,
-        pad_across_processes=lambda x, **_: x, device=torch.device("cpu"), process_index=0, sync_gradients=True,
-    )  # fmt: skip
+        gather=lambda x: x,
+        gather_for_metrics=lambda x: x,
+        reduce=lambda x, reduction: x,
+        num_processes=1,
+        pad_across_processes=lambda x, **_: x,
+        device=torch.device("cpu"),
+        process_index=0,
+        sync_gradients=True,
+    )
 
 
 def grpo(**settings: Any) -> Any:
-    """Returns a GRPOTrainer with the attributes that `_compute_loss` uses."""
+    """Return a GRPOTrainer with the attributes that `_compute_loss` uses."""
     trainer = grpo_trainer.GRPOTrainer.__new__(grpo_trainer.GRPOTrainer)
     arguments = {
-        "delta": None, "use_bias_correction_kl": False, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
+        "delta": None,
+        "use_bias_correction_kl": False,
+        "sapo_temperature_pos": 1.0,
+        "sapo_temperature_neg": 1.05,
         "steps_per_generation": 1,
-    }  # fmt: skip
+    }
     arguments |= {key: settings.pop(key) for key in list(settings) if key in arguments}
     fields = {
-        "loss_type": "grpo", "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.28,
-        "beta": 0.0, "top_entropy_quantile": 1.0, "entropy_coef": 0.0, "use_adaptive_entropy": False,
-        "off_policy_mask_threshold": None, "use_vllm": False, "vllm_importance_sampling_correction": False,
-        "aux_loss_enabled": False, "current_gradient_accumulation_steps": 1, "max_completion_length": LONGEST,
-        "args": SimpleNamespace(**arguments), "accelerator": accelerator(),
-        "model": SimpleNamespace(training=True), "_metrics": defaultdict(lambda: defaultdict(list)),
-    } | settings  # fmt: skip
+        "loss_type": "grpo",
+        "importance_sampling_level": "token",
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.28,
+        "beta": 0.0,
+        "top_entropy_quantile": 1.0,
+        "entropy_coef": 0.0,
+        "use_adaptive_entropy": False,
+        "off_policy_mask_threshold": None,
+        "use_vllm": False,
+        "vllm_importance_sampling_correction": False,
+        "aux_loss_enabled": False,
+        "current_gradient_accumulation_steps": 1,
+        "max_completion_length": LONGEST,
+        "args": SimpleNamespace(**arguments),
+        "accelerator": accelerator(),
+        "model": SimpleNamespace(training=True),
+        "_metrics": defaultdict(lambda: defaultdict(list)),
+    } | settings
     trainer.__dict__.update(fields)
     trainer._entropy_bonus_enabled = trainer.entropy_coef != 0.0
     return trainer
 
 
 def trl_loss(data: dict[str, Tensor], trainer: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns TRL's loss and its gradients with respect to log-probabilities and entropies."""
+    """Return TRL's loss and its gradients with respect to log-probabilities and entropies."""
     ids = torch.zeros(data["mask"].shape, dtype=torch.long)
     inputs = {
-        "prompt_ids": ids[:, :1], "prompt_mask": torch.ones_like(ids[:, :1]), "completion_ids": ids,
-        "completion_mask": data["mask"], "advantages": data["advantages"], "old_per_token_logps": data["old"],
-        "ref_per_token_logps": data["reference"], "sampling_per_token_logps": data["engine"],
-        "num_items_in_batch": data["mask"].sum(), "old_logps": data["old"].sum(dim=1),
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": torch.ones_like(ids[:, :1]),
+        "completion_ids": ids,
+        "completion_mask": data["mask"],
+        "advantages": data["advantages"],
+        "old_per_token_logps": data["old"],
+        "ref_per_token_logps": data["reference"],
+        "sampling_per_token_logps": data["engine"],
+        "num_items_in_batch": data["mask"].sum(),
+        "old_logps": data["old"].sum(dim=1),
         "importance_sampling_ratio": data.get("ratio"),
-    }  # fmt: skip
+    }
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (data["new"], data["entropy"], None)
     return differentiated(trainer._compute_loss(None, inputs), data)
 
@@ -124,12 +153,14 @@ TOKENS, ROWS = float(sum(LENGTHS) - 2), float(len(LENGTHS))
 
 
 def learners_loss(data: dict[str, Tensor], config: AlgorithmConfig) -> Tensor:
-    """Returns the value of `PolicyLoss` for the batch, with the recipe's keys."""
+    """Return the value of `PolicyLoss` for the batch, with the recipe's keys."""
     mask, ids = data["mask"], torch.zeros(len(LENGTHS), max(LENGTHS) + 1, dtype=torch.long)
     advantages_, reference = data["advantages"].unsqueeze(1).expand_as(mask), data["reference"]
     rows = list(range(len(LENGTHS)))
     layout, beside = Layout.of(mask, LENGTHS), reference if config.kl_coef else None
-    micro_batch = MicroBatch(ids, mask, data["engine"], advantages_, LENGTHS, layout, rows, data["old"], beside)
+    micro_batch = MicroBatch(
+        ids, mask, data["engine"], advantages_, LENGTHS, layout, rows, data["old"], beside
+    )
     if config.high_entropy_share < 1:
         before = Outputs(data["new"].detach(), data["entropy"].detach())
         mark_high_entropy([micro_batch], [before], config.high_entropy_share)
@@ -141,7 +172,7 @@ BATCHES = {"ordinary": batch, "far": lambda: awkward("far"), "huge": lambda: awk
 
 
 def surrogate(kind: str, data: dict[str, Tensor]) -> Tensor:
-    """Computes our loss under TRL's name for it."""
+    """Compute our loss under TRL's name for it."""
     new, advantage = data["new"], data["advantages"]
     level = "geometric" if kind in ("gspo", "luspo") else "token"
     ratio = log_ratio(new, data["old"], data["mask"], level)
@@ -188,7 +219,7 @@ def test_policy_losses_are_trls(
     ],
 )
 def test_the_learners_loss_under_a_preset(data: str, preset: str, settings: dict[str, Any]) -> None:
-    """The whole loss, assembled from the recipe's keys, equals TRL's, without the correction, which TRL's defaults
+    """Return the whole loss, assembled from the recipe's keys, equals TRL's, without the correction, which TRL's defaults
     lack.
     """
     numbers = BATCHES[data]()
@@ -217,20 +248,30 @@ def test_high_entropy_tokens_are_chosen_as_in_trl(share: float) -> None:
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
 @pytest.mark.parametrize(("preset", "loss_type"), [("dapo", "dapo"), ("grpo", "grpo")])
-def test_the_entropy_bonus_differs_only_by_the_averaging(preset: str, loss_type: str, share: float) -> None:
+def test_the_entropy_bonus_differs_only_by_the_averaging(
+    preset: str, loss_type: str, share: float
+) -> None:
     """Ours goes over all trainable tokens, averaged as the loss is; TRL's is the mean over the tokens of high entropy.
 
     docs/algorithms.md has both formulas. They are one where all tokens count and the loss is their mean.
     """
     data = batch()
-    settings = {"preset": preset, "kl_coef": 0.0, "tis_cap": None, "clip_high": 0.28, "high_entropy_share": share}
+    settings = {
+        "preset": preset,
+        "kl_coef": 0.0,
+        "tis_cap": None,
+        "clip_high": 0.28,
+        "high_entropy_share": share,
+    }
     config = AlgorithmConfig(**settings, entropy_coef=0.1)
     ours = differentiated(learners_loss(data, config), data)
     theirs = trl_loss(data, grpo(loss_type=loss_type, entropy_coef=0.1, top_entropy_quantile=share))
     mask, entropies = data["mask"], data["entropy"].detach()
     cut = torch.quantile(entropies[mask.bool()].float(), 1 - share)
     chosen = mask * (entropies.float() >= cut)
-    own_weights = mask / TOKENS if preset == "dapo" else mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / ROWS
+    own_weights = (
+        mask / TOKENS if preset == "dapo" else mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / ROWS
+    )
     difference = -0.1 * (own_weights - chosen / chosen.sum())  # of the weights of each token's entropy
     expected = (theirs[0] + (difference * entropies).sum(), theirs[1], theirs[2] + difference)
     assert_same(ours, expected)
@@ -240,7 +281,9 @@ def test_the_entropy_bonus_differs_only_by_the_averaging(preset: str, loss_type:
 @pytest.mark.parametrize("threshold", [0.01, 0.2])
 def test_off_policy_sequences_are_masked_as_in_trl(threshold: float) -> None:
     data = batch(spread=1.0)
-    keep = corrections.not_stale(data["new"], data["engine"], data["advantages"], data["mask"], threshold)
+    keep = corrections.not_stale(
+        data["new"], data["engine"], data["advantages"], data["mask"], threshold
+    )
     assert not keep[data["mask"].bool()].all()
     ours = our_loss(data, surrogate("grpo", data) * keep, "sequence_mean", ROWS)
     assert_same(differentiated(ours, data), trl_loss(data, grpo(off_policy_mask_threshold=threshold)))
@@ -256,7 +299,7 @@ def test_a_correction_multiplies_the_loss_before_kl_is_added() -> None:
 
 
 def test_rloo_takes_the_ratio_of_whole_sequences() -> None:
-    """The sequence's loss counts once as a value; its gradient is the sum over its tokens."""
+    """Return the sequence's loss counts once as a value; its gradient is the sum over its tokens."""
     data = batch(spread=0.05)
     trainer = rloo_trainer.RLOOTrainer.__new__(rloo_trainer.RLOOTrainer)
     trainer.__dict__.update(grpo().__dict__)
@@ -270,31 +313,52 @@ def test_rloo_takes_the_ratio_of_whole_sequences() -> None:
 
 
 def scored(trainer: Any, data: dict[str, Tensor], rewards: Tensor) -> dict[str, Any]:
-    """Returns the result of `_generate_and_score_completions` for completions of the batch's lengths and rewards [N,
+    """Return the result of `_generate_and_score_completions` for completions of the batch's lengths and rewards [N,
     R].
     """
     lengths = [max(1, n) for n in LENGTHS]
     rows = [[1] * n for n in lengths]
     sampled = [data["engine"][i, :n].tolist() for i, n in enumerate(lengths)]
     generated = ([[1]] * 6, rows, None, ["x"] * 6, sampled, {}, None, None)
-    answers = generated if isinstance(trainer, grpo_trainer.GRPOTrainer) else (generated[0], rows, generated[3])
+    answers = (
+        generated
+        if isinstance(trainer, grpo_trainer.GRPOTrainer)
+        else (generated[0], rows, generated[3])
+    )
     logprobs = iter([(data["old"], None, None), (data["reference"], None, None)])
     fields = {
-        "environment_factories": None, "environments": None, "tools": None, "pad_to_multiple_of": None,
-        "_tokenizer": SimpleNamespace(pad_token_id=0), "mask_truncated_completions": False, "num_iterations": 1,
-        "num_generations": 3, "_generate": lambda prompts: answers, "_calculate_rewards": lambda *_: rewards,
+        "environment_factories": None,
+        "environments": None,
+        "tools": None,
+        "pad_to_multiple_of": None,
+        "_tokenizer": SimpleNamespace(pad_token_id=0),
+        "mask_truncated_completions": False,
+        "num_iterations": 1,
+        "num_generations": 3,
+        "_generate": lambda prompts: answers,
+        "_calculate_rewards": lambda *_: rewards,
         "_get_per_token_logps_and_entropies": lambda *_, **__: next(logprobs),
-        "reward_weights": torch.ones(rewards.shape[1]), "reward_funcs": [None] * rewards.shape[1],
-        "reward_func_names": [str(i) for i in range(rewards.shape[1])], "reward_clip_range": None,
-        "_logs": defaultdict(lambda: defaultdict(list)) | {"prompt": [], "completion": [], "advantages": []},
-        "_pending_extra_logs": {}, "_pending_metrics": {}, "log_multimodal": False, "ref_model": object(),
-        "multi_objective_aggregation": "sum_then_normalize", "scale_rewards": "group", "normalize_advantages": False,
-    }  # fmt: skip
+        "reward_weights": torch.ones(rewards.shape[1]),
+        "reward_funcs": [None] * rewards.shape[1],
+        "reward_func_names": [str(i) for i in range(rewards.shape[1])],
+        "reward_clip_range": None,
+        "_logs": defaultdict(lambda: defaultdict(list))
+        | {"prompt": [], "completion": [], "advantages": []},
+        "_pending_extra_logs": {},
+        "_pending_metrics": {},
+        "log_multimodal": False,
+        "ref_model": object(),
+        "multi_objective_aggregation": "sum_then_normalize",
+        "scale_rewards": "group",
+        "normalize_advantages": False,
+    }
     trainer.__dict__.update(fields | trainer.__dict__)
     trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps = 6, 1
     trainer.args.gradient_checkpointing_kwargs = trainer.args.gradient_checkpointing = None
     trainer.current_gradient_accumulation_steps = 1
-    trainer.model.gradient_checkpointing_disable = trainer.model.gradient_checkpointing_enable = lambda *_: None
+    trainer.model.gradient_checkpointing_disable = trainer.model.gradient_checkpointing_enable = (
+        lambda *_: None
+    )
     module = grpo_trainer if len(answers) > 3 else rloo_trainer
     with mock.patch.object(module, "disable_gradient_checkpointing", return_value=nullcontext()):
         return trainer._generate_and_score_completions([{"prompt": "x"}] * 6)
@@ -321,7 +385,7 @@ def test_group_advantages_are_trls(rewards: str, scale: str) -> None:
 
 
 def trl_whitened(values: Tensor) -> Tensor:
-    """Computes `whiten` with TRL's sample standard deviation and epsilon."""
+    """Compute `whiten` with TRL's sample standard deviation and epsilon."""
     bessel = (len(values) / (len(values) - 1)) ** 0.5
     total = advantages.moments(values)
     return advantages.whiten(values, torch.ones_like(values), total, epsilon=1e-4 / bessel) / bessel
@@ -329,10 +393,14 @@ def trl_whitened(values: Tensor) -> Tensor:
 
 def test_several_rewards_normalised_then_summed() -> None:
     rewards = torch.stack([REWARDS["random"], 100.0 * REWARDS["binary"]])
-    trainer = grpo(multi_objective_aggregation="normalize_then_sum", reward_weights=torch.tensor([1.0, 0.5]))
+    trainer = grpo(
+        multi_objective_aggregation="normalize_then_sum", reward_weights=torch.tensor([1.0, 0.5])
+    )
     theirs = scored(trainer, batch(), rewards.T)["advantages"]
     weights = torch.tensor([1.0, 0.5])
-    summed = advantages.normalize_then_sum(rewards.view(2, 2, 3), weights, epsilon=1e-4 / UNBIASED) / UNBIASED
+    summed = (
+        advantages.normalize_then_sum(rewards.view(2, 2, 3), weights, epsilon=1e-4 / UNBIASED) / UNBIASED
+    )
     assert_same((trl_whitened(summed.flatten()),), (theirs,))
 
 
@@ -343,7 +411,9 @@ def test_leave_one_out_with_kl_in_the_reward(rewards: str, whitened: bool) -> No
     trainer = rloo_trainer.RLOOTrainer.__new__(rloo_trainer.RLOOTrainer)
     trainer.__dict__.update(grpo(beta=0.2).__dict__ | {"normalize_advantages": whitened})
     theirs = scored(trainer, data, REWARDS[rewards].unsqueeze(1))["advantages"]
-    mask = (torch.arange(max(LENGTHS)) < torch.tensor([max(1, n) for n in LENGTHS]).unsqueeze(1)).double()
+    mask = (
+        torch.arange(max(LENGTHS)) < torch.tensor([max(1, n) for n in LENGTHS]).unsqueeze(1)
+    ).double()
     charged = REWARDS[rewards] + kl.penalty(kl.k1(data["old"], data["reference"]), mask, 0.2).sum(dim=1)
     ours = advantages.leave_one_out(charged.view(2, 3)).flatten()
     assert_same((trl_whitened(ours) if whitened else ours,), (theirs.float(),))
@@ -352,12 +422,20 @@ def test_leave_one_out_with_kl_in_the_reward(rewards: str, whitened: bool) -> No
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_rollout_correction_is_trls(mode: str) -> None:
     data = batch(spread=0.5)
-    settings = {"use_vllm": True, "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": mode}
+    settings = {
+        "use_vllm": True,
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": mode,
+    }
     bounds = {"vllm_importance_sampling_clip_max": 1.5, "vllm_importance_sampling_clip_min": None}
     if mode.endswith("mask"):
         bounds["vllm_importance_sampling_clip_min"] = 0.5
-    theirs = scored(grpo(**settings, **bounds), data, REWARDS["binary"].unsqueeze(1))["importance_sampling_ratio"]
-    mask = (torch.arange(max(LENGTHS)) < torch.tensor([max(1, n) for n in LENGTHS]).unsqueeze(1)).double()
+    theirs = scored(grpo(**settings, **bounds), data, REWARDS["binary"].unsqueeze(1))[
+        "importance_sampling_ratio"
+    ]
+    mask = (
+        torch.arange(max(LENGTHS)) < torch.tensor([max(1, n) for n in LENGTHS]).unsqueeze(1)
+    ).double()
     level = "sequence" if mode.startswith("sequence") else "token"
     ratios = corrections.rollout_ratios(data["old"], data["engine"], mask, level)
     keep = corrections.within(ratios, 0.5, 1.5)

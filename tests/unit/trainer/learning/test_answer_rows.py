@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from generation.trajectory import Trajectory, by_episode
-from tests.support.learning_steps import TablePolicy, as_answers, as_step, make_config, on_ranks, random_step
+from tests.support.learning_steps import (
+    TablePolicy,
+    as_answers,
+    as_step,
+    make_config,
+    on_ranks,
+    random_step,
+)
 from trainer.commands.tiny_model import make_tokenizer
 from trainer.learning import Learner
 from trainer.learning.answer_rows import Watched, answer_rows, shown_text, token_rows
@@ -20,8 +27,10 @@ from trainer.learning.answers import Answer
 TEMPERATURE = 0.7
 
 
-def expected(step: list[Trajectory], watched: Watched) -> tuple[list[int], dict[str, list[float | None]]]:
-    """Computes the figures by a bigram table of the trajectory's tokens, one by one from the first sampled one on."""
+def expected(
+    step: list[Trajectory], watched: Watched
+) -> tuple[list[int], dict[str, list[float | None]]]:
+    """Compute the figures by a bigram table of the trajectory's tokens, one by one from the first sampled one on."""
     logprobs = torch.log_softmax(TablePolicy().table / TEMPERATURE, dim=1)
     place = watched.answer.prompt_index, watched.answer.sample_index
     episode = [t for t in step if (t.prompt_index, t.sample_index) == place]
@@ -45,7 +54,8 @@ def expected(step: list[Trajectory], watched: Watched) -> tuple[list[int], dict[
 
 @pytest.mark.parametrize(
     ("ranks", "packing", "updates", "ways"),
-    [(1, True, 1, 1), (2, True, 2, 1), (2, False, 1, 1), (2, True, 1, 2)],  # the last share all micro-batches
+    # The last share all micro-batches
+    [(1, True, 1, 1), (2, True, 2, 1), (2, False, 1, 1), (2, True, 1, 2)],
 )
 def test_each_token_has_the_figures_of_the_pass_before_the_update(
     ranks: int, packing: bool, updates: int, ways: int
@@ -71,9 +81,13 @@ def test_each_token_has_the_figures_of_the_pass_before_the_update(
         ids, figures = expected(step, answer)
         assert answer.ids == ids
         for name, values in figures.items():
-            assert answer.figures[name] == [None if v is None else pytest.approx(v, abs=1e-5) for v in values], name
+            assert answer.figures[name] == [
+                None if v is None else pytest.approx(v, abs=1e-5) for v in values
+            ], name
     assert any(None in answer.figures["gap"] for answer in watched)  # tokens of tools are among them
-    config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"tokens_per_step": 0})})
+    config = config.model_copy(
+        update={"tracking": config.tracking.model_copy(update={"tokens_per_step": 0})}
+    )
     (none, without), *_ = on_ranks(ranks, rank)
     assert none == [] and torch.equal(without, table)  # to look changes nothing
 
@@ -82,12 +96,18 @@ def test_rows_have_texts_and_numbers_that_json_can_express() -> None:
     (answer,) = as_answers([Trajectory(0, 3, [1], [2, 3], [1, 1], [-1.0, -1.0], reward=0.5)])
     watched = Watched(answer, [2, 3], {"gap": [0.123456, math.nan], "entropy": [1.0, None]})
     pieces = {2: "▁a", 3: "b"}
-    tokenizer: Any = SimpleNamespace(decode=lambda ids: pieces[ids[0]].strip("▁"), convert_ids_to_tokens=pieces.get)
+    tokenizer: Any = SimpleNamespace(
+        decode=lambda ids: pieces[ids[0]].strip("▁"), convert_ids_to_tokens=pieces.get
+    )
     (row,) = token_rows([watched], [SimpleNamespace(id=12)], tokenizer)  # type: ignore[list-item]
     assert row == {
-        "prompt_id": 12, "sample": 3, "reward": 0.5, "tokens": [" a", "b"], "gap": [0.1235, None],
+        "prompt_id": 12,
+        "sample": 3,
+        "reward": 0.5,
+        "tokens": [" a", "b"],
+        "gap": [0.1235, None],
         "entropy": [1.0, None],
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
@@ -97,7 +117,8 @@ def test_rows_have_texts_and_numbers_that_json_can_express() -> None:
         ("360", "111", "360"),
         ("360<|im_end|>24<|im_end|>", "1111111", "360<|im_end|>24"),
         ("<|im_start|>1<|endoftext|>", "111", "<|im_start|>1"),
-        ("1<|im_end|>\n<|im_start|>user\n2<|im_end|>", "11000011", "1\nuser\n2"),  # turns, and what lies between them
+        # turns, and what lies between them
+        ("1<|im_end|>\n<|im_start|>user\n2<|im_end|>", "11000011", "1\nuser\n2"),
         ("1<|im_end|>3<|im_end|>\n2<|im_end|>", "1111011", "1<|im_end|>3\n2"),
     ],
 )
@@ -115,7 +136,9 @@ def test_special_tokens_before_the_end_of_an_answer_are_shown(ids: str, mask: st
 
 def test_an_answer_with_tools_is_shown_in_pieces_by_author() -> None:
     trajectory = Trajectory(0, 0, [1], [5, 6, 7, 8, 5], [1, 1, 0, 0, 1], [-1.0, -1.0, 0.0, 0.0, -1.0])
-    tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens=False: "".join(map(str, ids)))
+    tokenizer: Any = SimpleNamespace(
+        decode=lambda ids, skip_special_tokens=False: "".join(map(str, ids))
+    )
     prompt: Any = SimpleNamespace(id=0, row={})
 
     def rows(answers: list[Answer]) -> list[dict[str, Any]]:

@@ -30,12 +30,21 @@ from trainer.types import Sample
 def test_every_rank_has_a_summary_of_all_trajectories() -> None:
     step = random_step(6, 3, seed=4)
     for answers in on_ranks(3, lambda: as_answers(step)):
-        for answer, t in zip(answers, sorted(step, key=lambda t: (t.prompt_index, t.sample_index)), strict=True):
+        for answer, t in zip(
+            answers, sorted(step, key=lambda t: (t.prompt_index, t.sample_index)), strict=True
+        ):
             assert (answer.prompt_index, answer.sample_index, answer.reward) == (
-                t.prompt_index, t.sample_index, t.reward,
-            )  # fmt: skip
-            assert answer.length == len(t.prompt_ids + t.response_ids) and answer.sampled == t.loss_mask.count(1)
-            assert answer.runs == "".join(map(str, [0, *t.loss_mask])).count("01") and answer.turns == t.turns
+                t.prompt_index,
+                t.sample_index,
+                t.reward,
+            )
+            assert answer.length == len(
+                t.prompt_ids + t.response_ids
+            ) and answer.sampled == t.loss_mask.count(1)
+            assert (
+                answer.runs == "".join(map(str, [0, *t.loss_mask])).count("01")
+                and answer.turns == t.turns
+            )
             assert answer.cut == (t.finish_reason == "length") and answer.error == t.error
             assert answer.turn_rewards == t.turn_rewards and answer.reward_parts == t.reward_parts
             assert answer.trainable() == to_sample(t).trainable
@@ -63,7 +72,9 @@ def test_each_sequence_goes_only_to_the_rank_that_trains_on_it(ranks: int) -> No
         ]
 
     everyones = [triple for triples in on_ranks(ranks, mine) for triple in triples]
-    assert set(Counter(who for who, _, _ in everyones).values()) == {2} and len(everyones) == 2 * len(step)
+    assert set(Counter(who for who, _, _ in everyones).values()) == {2} and len(everyones) == 2 * len(
+        step
+    )
     for _, got, wanted in everyones:
         assert got.input_ids == wanted.input_ids and got.loss_mask == wanted.loss_mask
         assert torch.equal(torch.tensor(got.engine_logprobs), torch.tensor(wanted.engine_logprobs))
@@ -74,7 +85,11 @@ AWKWARD = [0.0, -0.0, 1e-45, -3.5, 3.5, 3.5, math.inf, -math.inf, 2.0**-126]
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_any_place_among_the_sorted_numbers_of_all_ranks_is_found_exactly(ranks: int) -> None:
-    numbers = [*AWKWARD, *torch.randn(200, generator=torch.Generator().manual_seed(0)).tolist(), math.nan]
+    numbers = [
+        *AWKWARD,
+        *torch.randn(200, generator=torch.Generator().manual_seed(0)).tolist(),
+        math.nan,
+    ]
     ordered = sorted(torch.tensor(numbers[:-1]).tolist())
 
     def numbers_in_order() -> tuple[int, list[float]]:
@@ -117,16 +132,24 @@ def test_a_first_gap_beyond_the_limit_ends_the_run_with_what_to_try() -> None:
 
     exact, mixed = config(policy="float32"), config(policy="float32", dtype="bfloat16")
     rounded = config(policy="float32", extra={"kv_cache_dtype": "fp8"})
-    for metrics, recipe in (({"gap/mean": 3.0}, config(None)), ({}, config()), ({"gap/mean": 0.002}, exact)):
+    for metrics, recipe in (
+        ({"gap/mean": 3.0}, config(None)),
+        ({}, config()),
+        ({"gap/mean": 0.002}, exact),
+    ):
         check_first_gap(metrics, recipe)
     for recipe in (config(), mixed, rounded):
         check_first_gap({"gap/mean": 0.1}, recipe)
         for gap in (0.11, math.nan):
-            with pytest.raises(UserError, match=r"nats apart.*sync.first_gap_limit = 0.1,.*to null") as caught:
+            with pytest.raises(
+                UserError, match=r"nats apart.*sync.first_gap_limit = 0.1,.*to null"
+            ) as caught:
                 check_first_gap({"gap/mean": gap}, recipe)
             assert ("engine.dtype float32" in str(caught.value)) == (recipe is not rounded)
             assert ("engine.extra without kv_cache_dtype" in str(caught.value)) == (recipe is rounded)
-    with pytest.raises(UserError, match=r"more than 0.002, which sync.first_gap_limit = 0.1 means in float32"):
+    with pytest.raises(
+        UserError, match=r"more than 0.002, which sync.first_gap_limit = 0.1 means in float32"
+    ):
         check_first_gap({"gap/mean": 0.0021}, exact)
 
 
@@ -143,7 +166,10 @@ def test_what_to_try_for_a_gap_is_not_set_already(monkeypatch: pytest.MonkeyPatc
     assert advice("cpu", engine={"plain_cpu_weights": True}, batch={"packing": False}) == (
         f"engine.plain_cpu_weights false, {routes}"
     )
-    assert advice("cuda", policy={"dtype": "bfloat16"}, batch={"packing": False}) == f"engine.dtype float32, {routes}"
+    assert (
+        advice("cuda", policy={"dtype": "bfloat16"}, batch={"packing": False})
+        == f"engine.dtype float32, {routes}"
+    )
     monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32")
     assert advice("cuda").startswith("the environment without TRITON_F32_DEFAULT, ")
     done = {"model": {"path": "m", "routes": "engine"}, "batch": {"packing": False}}
@@ -151,10 +177,19 @@ def test_what_to_try_for_a_gap_is_not_set_already(monkeypatch: pytest.MonkeyPatc
 
 
 def test_sums_do_not_depend_on_which_rank_has_a_number() -> None:
-    numbers = torch.randn(100, generator=torch.Generator().manual_seed(2)).double().mul(1e9).exp2().clamp(max=1e300)
+    numbers = (
+        torch.randn(100, generator=torch.Generator().manual_seed(2))
+        .double()
+        .mul(1e9)
+        .exp2()
+        .clamp(max=1e300)
+    )
     pairs = [("a" if n % 3 else "b", value) for n, value in enumerate(numbers.tolist())]
     expected = {
-        name: (math.fsum(value for key, value in pairs if key == name), sum(key == name for key, _ in pairs))
+        name: (
+            math.fsum(value for key, value in pairs if key == name),
+            sum(key == name for key, _ in pairs),
+        )
         for name in "ab"
     }
     for ranks in (1, 2, 3):
@@ -166,7 +201,11 @@ def test_metrics_of_a_step_are_bit_equal_on_any_number_of_ranks() -> None:
     step = random_step(7, 4, seed=3)
     for number, t in enumerate(step):
         t.reward_parts["a"] = 0.1 * number
-        t.metrics |= {"tools/calls": 1.0 + number, "tools/errors": float(number % 3), "server/retemplated": 2.0}
+        t.metrics |= {
+            "tools/calls": 1.0 + number,
+            "tools/errors": float(number % 3),
+            "server/retemplated": 2.0,
+        }
     (alone,) = on_ranks(1, lambda: rollout_metrics(as_answers(step)))
     assert alone["server/retemplated"] == 2.0 * sum(not t.error for t in step)
     for ranks in (2, 3):
@@ -184,13 +223,25 @@ def test_rank_0_gets_all_rows_of_answers_in_order() -> None:
     first = sorted(step, key=lambda t: (t.prompt_index, t.sample_index))[:6]
     assert rows == [
         {
-            "prompt_id": 10 + t.prompt_index, "sample": t.sample_index, "prompt": f"prompt {t.prompt_ids}",
-            "text": t.text, "answer": str(t.prompt_index), "reward": t.reward, "parts": t.reward_parts,
-            "finish_reason": t.finish_reason, "tokens": len(t.response_ids), "weight_version": 0, "error": t.error,
+            "prompt_id": 10 + t.prompt_index,
+            "sample": t.sample_index,
+            "prompt": f"prompt {t.prompt_ids}",
+            "text": t.text,
+            "answer": str(t.prompt_index),
+            "reward": t.reward,
+            "parts": t.reward_parts,
+            "finish_reason": t.finish_reason,
+            "tokens": len(t.response_ids),
+            "weight_version": 0,
+            "error": t.error,
         }
-        | ({} if all(t.loss_mask) else {"pieces": [list(piece) for piece in text_by_author(t, tokenizer)]})
+        | (
+            {}
+            if all(t.loss_mask)
+            else {"pieces": [list(piece) for piece in text_by_author(t, tokenizer)]}
+        )
         for t in first
-    ]  # fmt: skip
+    ]
 
 
 def test_the_words_of_the_first_error_are_known_everywhere() -> None:
@@ -201,7 +252,9 @@ def test_the_words_of_the_first_error_are_known_everywhere() -> None:
         errors = [(answer.prompt_index, answer.error) for answer in answers if answer.error]
         assert errors[0] == (1, "prompt 1 é?")
         assert all(
-            words.startswith("prompt 2" if number == 2 else "an error on rank 2") for p, words in errors if p == 2
+            words.startswith("prompt 2" if number == 2 else "an error on rank 2")
+            for p, words in errors
+            if p == 2
         )
 
 
@@ -225,12 +278,15 @@ class Sent(Exception):
 
 @pytest.mark.parametrize("ranks", [1, 64, 512])
 def test_beside_its_share_a_rank_receives_32_bytes_for_each_answer(ranks: int) -> None:
-    """The bytes are counted that each rank, with 16 answers, would send to every other one."""
+    """Return the bytes are counted that each rank, with 16 answers, would send to every other one."""
     share, all_answers, message_sizes, tokens = 16, [], [], [0] * ranks
     for number in range(ranks):
-        local_trajectories = [spoken(2 * number + i // 8, i % 8, 20 + (7 * i + 3 * number) % 50) for i in range(share)]
+        local_trajectories = [
+            spoken(2 * number + i // 8, i % 8, 20 + (7 * i + 3 * number) % 50) for i in range(share)
+        ]
         with patch(
-            "trainer.learning.answers.send_to_all", lambda payload: message_sizes.append(len(payload)) or [payload]
+            "trainer.learning.answers.send_to_all",
+            lambda payload: message_sizes.append(len(payload)) or [payload],
         ):
             all_answers += gather_answers(local_trajectories)
     shares = [assign_to_ranks([answer.length for answer in all_answers], ranks)]
@@ -263,7 +319,9 @@ def test_beside_its_share_a_rank_receives_32_bytes_for_each_answer(ranks: int) -
 
 
 def spoken(prompt: int, sample: int, length: int) -> Trajectory:
-    return Trajectory(prompt, sample, [3] * 10, [5] * length, [1] * length, [-1.0] * length, reward=sample / 3)
+    return Trajectory(
+        prompt, sample, [3] * 10, [5] * length, [1] * length, [-1.0] * length, reward=sample / 3
+    )
 
 
 def test_images_are_sent_once_and_images_of_the_data_are_read_locally(
@@ -280,7 +338,9 @@ def test_images_are_sent_once_and_images_of_the_data_are_read_locally(
     sizes: list[int] = []
 
     def counted(payloads: list[bytes]) -> Any:
-        sizes.extend(payload.count(common.data) + 100 * payload.count(repeated.data) for payload in payloads)
+        sizes.extend(
+            payload.count(common.data) + 100 * payload.count(repeated.data) for payload in payloads
+        )
         return all_to_all_bytes(payloads)
 
     def mine() -> list[tuple[Sample, Sample]]:
@@ -290,7 +350,10 @@ def test_images_are_sent_once_and_images_of_the_data_are_read_locally(
         shares = assign_to_ranks([t.length for t in answers], 2)
         [exchanged] = exchange_samples([answers], [shares], to_sample)
         by_order = sorted(step, key=lambda t: (t.prompt_index, t.sample_index))
-        return [(sample, to_sample(by_order[at])) for sample, at in zip(exchanged, shares[rank()], strict=True)]
+        return [
+            (sample, to_sample(by_order[at]))
+            for sample, at in zip(exchanged, shares[rank()], strict=True)
+        ]
 
     with patch("trainer.learning.answers.all_to_all_bytes", counted):
         pairs = [pair for received in on_ranks(2, mine) for pair in received]

@@ -29,14 +29,20 @@ def test_pack_keeps_every_sequence_once_within_the_budget(lengths: list[int], bu
     longest = [max(lengths[i] for i in group) for group in groups]
     opened = [min(lengths[i] for i in groups[n]) for n in range(1, len(groups))]
     fuller = [loads[n] + short > budget for n, short in enumerate(opened)]
-    taller = [(len(group) + 1) * width > TABLE * budget for group, width in zip(groups, longest, strict=True)]
-    assert all(a or b for a, b in zip(fuller, taller, strict=False)), "what came later would have fitted before"
+    taller = [
+        (len(group) + 1) * width > TABLE * budget for group, width in zip(groups, longest, strict=True)
+    ]
+    assert all(a or b for a, b in zip(fuller, taller, strict=False)), (
+        "what came later would have fitted before"
+    )
     assert longest == sorted(longest, reverse=True)
 
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 80))
-def test_pack_padded_keeps_every_sequence_once_within_the_budget(lengths: list[int], budget: int) -> None:
+def test_pack_padded_keeps_every_sequence_once_within_the_budget(
+    lengths: list[int], budget: int
+) -> None:
     groups = pack_padded(lengths, budget)
     assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
     for group in groups:
@@ -55,13 +61,16 @@ def test_assignment_is_balanced_and_complete(lengths: list[int], ranks: int) -> 
     assert max(loads) - min(loads) <= max(lengths, default=0)
     plain: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        min(plain, key=lambda indices: sum(lengths[i] for i in indices)).append(index)  # the first of several
+        # The first of several
+        min(plain, key=lambda indices: sum(lengths[i] for i in indices)).append(index)
     assert assigned == [sorted(indices) for indices in plain]
 
 
 @settings(deadline=None, max_examples=50)
 @given(LENGTHS, st.integers(1, 100), st.integers(0, 3), st.booleans())
-def test_micro_batches_have_the_contents_of_samples(lengths: list[int], budget: int, extra: int, packing: bool) -> None:
+def test_micro_batches_have_the_contents_of_samples(
+    lengths: list[int], budget: int, extra: int, packing: bool
+) -> None:
     """Each row, read back position by position, is its sample; everything else is padding without weight."""
     samples = [sample(length, seed) for seed, length in enumerate(lengths)]
     count = len((pack if packing else pack_padded)(lengths, budget)) + extra
@@ -81,7 +90,9 @@ def test_micro_batches_have_the_contents_of_samples(lengths: list[int], budget: 
             for column in range(width - 1):
                 inside = column + 1 < n
                 assert float(batch.loss_mask[r, column]) == (s.loss_mask[column + 1] if inside else 0)
-                assert float(batch.engine_logprobs[r, column]) == (s.engine_logprobs[column + 1] if inside else 0.0)
+                assert float(batch.engine_logprobs[r, column]) == (
+                    s.engine_logprobs[column + 1] if inside else 0.0
+                )
             assert batch.lengths[r] == len(s.input_ids)
     assert sorted(seen) == list(range(len(samples)))
 
@@ -89,14 +100,18 @@ def test_micro_batches_have_the_contents_of_samples(lengths: list[int], budget: 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 100), st.integers(0, 3))
 @example([8, 8, 9, 47, 48], 63, 0)  # the first pack is not the fullest
-def test_packed_micro_batches_are_level_where_the_budget_allows(lengths: list[int], budget: int, extra: int) -> None:
-    """A rank that has to run more micro-batches than it needs has smaller ones; never more than the budget."""
+def test_packed_micro_batches_are_level_where_the_budget_allows(
+    lengths: list[int], budget: int, extra: int
+) -> None:
+    """Return a rank that has to run more micro-batches than it needs has smaller ones; never more than the budget."""
     samples = [sample(length) for length in lengths]
     count = max(1, len(pack(lengths, budget)) + extra)
     batches = micro_batches(samples, budget, 0, "cpu", count, packing=True)
     loads = [sum(batch.lengths) if batch.rows else 0 for batch in batches]
     assert loads == sorted(loads, reverse=True)
-    assert all(len(batch.rows) <= 1 or load <= budget for batch, load in zip(batches, loads, strict=True))
+    assert all(
+        len(batch.rows) <= 1 or load <= budget for batch, load in zip(batches, loads, strict=True)
+    )
     if lengths and count * budget >= sum(lengths) + count * max(lengths):
         assert loads[0] - loads[-1] <= max(lengths)
     if extra and len(lengths) >= count and budget >= sum(lengths):
@@ -106,7 +121,9 @@ def test_packed_micro_batches_are_level_where_the_budget_allows(lengths: list[in
 def test_one_long_answer_and_many_short_ones_are_not_in_one_table() -> None:
     lengths, budget = [900, *[10] * 60], 1024
     for count in (2, 5):
-        batches = micro_batches([sample(length) for length in lengths], budget, 0, "cpu", count, packing=True)
+        batches = micro_batches(
+            [sample(length) for length in lengths], budget, 0, "cpu", count, packing=True
+        )
         assert sorted(i for batch in batches for i in batch.rows) == list(range(61))
         assert all(batch.loss_mask.numel() <= TABLE * budget for batch in batches)
 
@@ -115,13 +132,19 @@ def test_one_long_answer_and_many_short_ones_are_not_in_one_table() -> None:
 @given(LENGTHS.filter(bool), st.integers(1, 5))
 def test_ranks_that_share_a_pack_have_every_token_and_target_once(lengths: list[int], ways: int) -> None:
     """Ranks have tokens in order and equal numbers of them up to one; a single rank has the pack unchanged."""
-    (batch,) = micro_batches([sample(n, seed) for seed, n in enumerate(lengths)], 10**4, 0, "cpu", 1, packing=True)
+    (batch,) = micro_batches(
+        [sample(n, seed) for seed, n in enumerate(lengths)], 10**4, 0, "cpu", 1, packing=True
+    )
     layout = batch.layout
     cuts = [Layout.of(batch.loss_mask, batch.lengths, True, ways, place) for place in range(ways)]
     assert layout.pack is not None and layout.pack.parts == [len(layout.pack.tokens)]
     states, missing, begin = [], max(0, ways - len(layout.pack.tokens)), 0
     for place, cut in enumerate(cuts):
-        assert cut.pack is not None and cut.pack.parts == cuts[0].pack.parts and len(cut.targets) == len(cut.states)
+        assert (
+            cut.pack is not None
+            and cut.pack.parts == cuts[0].pack.parts
+            and len(cut.targets) == len(cut.states)
+        )
         assert len(cut.pack.tokens) == len(cut.pack.positions) == cut.pack.parts[place] > 0
         assert cut.pack.lengths == layout.pack.lengths + [missing] * bool(missing)
         assert cut.pack.starts.tolist() == layout.pack.starts.tolist() + [ways] * bool(missing)
@@ -131,7 +154,10 @@ def test_ranks_that_share_a_pack_have_every_token_and_target_once(lengths: list[
     for name in ("tokens", "positions"):
         joined = torch.cat([getattr(cut.pack, name) for cut in cuts])
         assert torch.equal(joined[: len(joined) - missing], getattr(layout.pack, name))
-    assert torch.equal(torch.cat([cut.targets for cut in cuts]), layout.targets) and states == layout.states.tolist()
+    assert (
+        torch.equal(torch.cat([cut.targets for cut in cuts]), layout.targets)
+        and states == layout.states.tolist()
+    )
 
 
 def test_balanced_work_includes_attention() -> None:
@@ -139,16 +165,20 @@ def test_balanced_work_includes_attention() -> None:
     samples = [sample(n) for n in (60, 30, 30, 30)]
 
     def rows(**options: Any) -> list[list[int]]:
-        return sorted(sorted(b.rows) for b in micro_batches(samples, 10**4, 0, "cpu", 2, packing=True, **options))
+        return sorted(
+            sorted(b.rows) for b in micro_batches(samples, 10**4, 0, "cpu", 2, packing=True, **options)
+        )
 
     assert rows() == [[0, 3], [1, 2]]
     assert rows(worth=lambda length: length + length * length // 60) == [[0], [1, 2, 3]]
 
 
 def test_a_sampled_pad_token_stays_in_the_loss() -> None:
-    """The mask is by position: a token the policy sampled counts, whatever its id."""
+    """Return the mask is by position: a token the policy sampled counts, whatever its id."""
     pad = 0
-    batches = micro_batches([Sample([5, 6, pad, pad], [0, 0, 1, 1], [0, 0, -1, -2]), sample(6)], 100, pad, "cpu", 1)
+    batches = micro_batches(
+        [Sample([5, 6, pad, pad], [0, 0, 1, 1], [0, 0, -1, -2]), sample(6)], 100, pad, "cpu", 1
+    )
     row = batches[0].rows.index(0)
     assert batches[0].loss_mask[row].tolist() == [0, 1, 1, 0, 0]
 

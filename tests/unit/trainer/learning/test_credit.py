@@ -22,8 +22,10 @@ IN_REWARD = {"kl_coef": 0.1, "kl_estimator": "k1", "kl_in": "reward"}
 WEIGHTS = {"a": 1.0, "b": 0.5}
 
 
-def credited(step: list[Trajectory], config: TrainConfig, parts: int = 2) -> list[tuple[Trajectory, list[float], dict]]:
-    """Returns each answer with the advantages of its response's tokens, and the batch's other columns."""
+def credited(
+    step: list[Trajectory], config: TrainConfig, parts: int = 2
+) -> list[tuple[Trajectory, list[float], dict]]:
+    """Return each answer with the advantages of its response's tokens, and the batch's other columns."""
     generator = torch.Generator().manual_seed(7)
     minibatches = prepare(split(make_groups(as_answers(step)), parts), config, 0, CPU)
     for minibatch in minibatches:
@@ -50,9 +52,11 @@ def _answers(minibatch: MiniBatch) -> list[tuple[Trajectory, list[float], dict]]
 
 
 def groups_of(answers: list[tuple[Trajectory, list[float], dict]]) -> list[list[list[int]]]:
-    """Returns, for each prompt, the positions of its episodes' trajectories; the last one's reward is the episode's."""
+    """Return, for each prompt, the positions of its episodes' trajectories; the last one's reward is the episode's."""
     places = [(t.prompt_index, t.sample_index) for t, _, _ in answers]
-    episodes = [[i for i, other in enumerate(places) if other == place] for place in dict.fromkeys(places)]
+    episodes = [
+        [i for i, other in enumerate(places) if other == place] for place in dict.fromkeys(places)
+    ]
     prompts = dict.fromkeys(prompt for prompt, _ in places)
     groups = [[e for e in episodes if places[e[0]][0] == prompt] for prompt in prompts]
     assert any(len(episode) > 1 for group in groups for episode in group) or len(places) < 4
@@ -60,7 +64,7 @@ def groups_of(answers: list[tuple[Trajectory, list[float], dict]]) -> list[list[
 
 
 def turn_numbers(mask: list[float]) -> list[int]:
-    """Returns the number of each token's turn, or -1."""
+    """Return the number of each token's turn, or -1."""
     numbers, turn = [], -1
     for position, trained in enumerate(mask):
         turn += bool(trained) and (position == 0 or not mask[position - 1])
@@ -71,7 +75,10 @@ def turn_numbers(mask: list[float]) -> list[int]:
 def relative(values: list[float], std: bool) -> list[float]:
     mean = sum(values) / len(values)
     spread = math.sqrt(sum((v - mean) ** 2 for v in values) / len(values))
-    return [0.0 if max(values) == min(values) else (v - mean) / ((spread + 1e-6) if std else 1.0) for v in values]
+    return [
+        0.0 if max(values) == min(values) else (v - mean) / ((spread + 1e-6) if std else 1.0)
+        for v in values
+    ]
 
 
 @pytest.mark.parametrize(
@@ -83,11 +90,16 @@ def relative(values: list[float], std: bool) -> list[float]:
             {"advantage": "leave_one_out"},
             lambda r: [0.0 if len(r) == 1 else x - (sum(r) - x) / (len(r) - 1) for x in r],
         ),
-        ({"advantage": "max_rl", "kl_coef": 0.0}, lambda r: [x / (sum(r) / len(r)) - 1 if sum(r) else 0.0 for x in r]),
+        (
+            {"advantage": "max_rl", "kl_coef": 0.0},
+            lambda r: [x / (sum(r) / len(r)) - 1 if sum(r) else 0.0 for x in r],
+        ),
     ],
 )
 @pytest.mark.parametrize("kl", [False, True])
-def test_answers_are_compared_within_their_group(algorithm: dict[str, Any], formula: Any, kl: bool) -> None:
+def test_answers_are_compared_within_their_group(
+    algorithm: dict[str, Any], formula: Any, kl: bool
+) -> None:
     algorithm = (IN_REWARD if kl else {}) | algorithm
     kl = kl and algorithm["kl_coef"] > 0
     answers = credited(random_step(4, 4, seed=1), make_config(algorithm=algorithm))
@@ -96,7 +108,9 @@ def test_answers_are_compared_within_their_group(algorithm: dict[str, Any], form
         for episode in episodes:
             reward = answers[episode[-1]][0].reward
             for columns in (answers[i][2] for i in episode):
-                drift = zip(columns["loss_mask"], columns["old_logprobs"], columns["ref_logprobs"], strict=True)
+                drift = zip(
+                    columns["loss_mask"], columns["old_logprobs"], columns["ref_logprobs"], strict=True
+                )
                 reward -= kl * 0.1 * sum(m * (old - ref) for m, old, ref in drift)
             rewards.append(reward)
         for episode, expected in zip(episodes, formula(rewards), strict=True):
@@ -104,8 +118,10 @@ def test_answers_are_compared_within_their_group(algorithm: dict[str, Any], form
                 assert got == pytest.approx([expected] * len(got), abs=2e-5)
 
 
-def rewards_by_turn(answers: list[tuple[Trajectory, list[float], dict]], episode: list[int]) -> list[list[float]]:
-    """Returns the rewards of the turns of each trajectory of an episode; the very last turn has the rest of
+def rewards_by_turn(
+    answers: list[tuple[Trajectory, list[float], dict]], episode: list[int]
+) -> list[list[float]]:
+    """Return the rewards of the turns of each trajectory of an episode; the very last turn has the rest of
     its reward.
     """
     rewards = []
@@ -119,14 +135,16 @@ def rewards_by_turn(answers: list[tuple[Trajectory, list[float], dict]], episode
 
 @pytest.mark.parametrize("std", [True, False])
 def test_turns_are_compared_with_the_same_turn_of_others(std: bool) -> None:
-    """A turn has its own reward and the discounted later ones; the last turn has the reward that no turn was given."""
+    """Return a turn has its own reward and the discounted later ones; the last turn has the reward that no turn was given."""
     algorithm = {"credit": "turns", "gamma": 0.9, "normalize_std": std}
     answers = credited(random_step(4, 4, seed=2), make_config(algorithm=algorithm))
     for episodes in groups_of(answers):
         returns = {}
         for number, episode in enumerate(episodes):
             rewards = [
-                reward for trajectory_rewards in rewards_by_turn(answers, episode) for reward in trajectory_rewards
+                reward
+                for trajectory_rewards in rewards_by_turn(answers, episode)
+                for reward in trajectory_rewards
             ]
             for turn in range(len(rewards)):
                 returns[number, turn] = sum(0.9**k * reward for k, reward in enumerate(rewards[turn:]))
@@ -138,7 +156,9 @@ def test_turns_are_compared_with_the_same_turn_of_others(std: bool) -> None:
                     expected = 0.0
                     if turn >= 0:
                         peers = [key for key in returns if key[1] == before + turn]
-                        expected = relative([returns[key] for key in peers], std)[peers.index((number, before + turn))]
+                        expected = relative([returns[key] for key in peers], std)[
+                            peers.index((number, before + turn))
+                        ]
                     assert got == pytest.approx(expected, abs=2e-5)
                 before += max(turns) + 1
 
@@ -146,13 +166,14 @@ def test_turns_are_compared_with_the_same_turn_of_others(std: bool) -> None:
 @pytest.mark.parametrize("credit", ["outcome", "turns"])
 @pytest.mark.parametrize("advantage", ["reinforce_pp", "gae"])
 def test_tokens_get_their_return_whitened_over_the_step(advantage: str, credit: str) -> None:
-    """Rewards at the ends of turns or of the episode, less KL, are summed backwards, with or without a critic, and
+    """Return rewards at the ends of turns or of the episode, less KL, are summed backwards, with or without a critic, and
     whitened.
     """
     algorithm = {"advantage": advantage, "credit": credit, "gamma": 0.9, "gae_lambda": 0.8, **IN_REWARD}
     answers = credited(random_step(4, 4, seed=3), make_config(algorithm=algorithm))
     raw: list[list[float]] = []
-    at_ends = {}  # of each trajectory's turns; its last has in addition whatever the episode was given after it
+    # Of each trajectory's turns; its last has in addition whatever the episode was given after it
+    at_ends = {}
     for episode in (episode for episodes in groups_of(answers) for episode in episodes):
         by_turn = rewards_by_turn(answers, episode)
         for place, i in enumerate(episode):
@@ -167,7 +188,9 @@ def test_tokens_get_their_return_whitened_over_the_step(advantage: str, credit: 
             if numbers[t] < 0:
                 continue
             ends = t + 1 == len(numbers) or numbers[t + 1] < 0
-            reward = turn_rewards[numbers[t]] * ends - 0.1 * (columns["old_logprobs"][t] - columns["ref_logprobs"][t])
+            reward = turn_rewards[numbers[t]] * ends - 0.1 * (
+                columns["old_logprobs"][t] - columns["ref_logprobs"][t]
+            )
             if advantage == "gae":
                 value = columns["old_values"][t]
                 upcoming = reward + 0.9 * value_after - value + 0.9 * 0.8 * upcoming
@@ -178,14 +201,18 @@ def test_tokens_get_their_return_whitened_over_the_step(advantage: str, credit: 
             row[t] = upcoming
         raw.append(row)
     masks = [columns["loss_mask"] for _, _, columns in answers]
-    counted = [x for row, mask in zip(raw, masks, strict=True) for x, m in zip(row, mask, strict=True) if m]
+    counted = [
+        x for row, mask in zip(raw, masks, strict=True) for x, m in zip(row, mask, strict=True) if m
+    ]
     white = iter(relative(counted, True))
     for (_, got, _), mask in zip(answers, masks, strict=True):
         assert got == pytest.approx([next(white) if m else 0.0 for m in mask], abs=2e-5)
 
 
 def test_reinforce_pp_baseline_is_relative_to_the_group_and_then_to_the_step() -> None:
-    answers = credited(random_step(4, 4, seed=4), make_config(algorithm={"advantage": "reinforce_pp_baseline"}))
+    answers = credited(
+        random_step(4, 4, seed=4), make_config(algorithm={"advantage": "reinforce_pp_baseline"})
+    )
     centred = {}
     for episodes in groups_of(answers):
         values = relative([answers[episode[-1]][0].reward for episode in episodes], False)
@@ -197,11 +224,12 @@ def test_reinforce_pp_baseline_is_relative_to_the_group_and_then_to_the_step() -
 
 
 def test_each_reward_is_made_relative_by_itself_before_they_are_added() -> None:
-    """The rewards of both functions and of the episode are relative; the penalty for long answers is added less its
+    """Return the rewards of both functions and of the episode are relative; the penalty for long answers is added less its
     mean.
     """
     config = make_config(
-        algorithm={"combine_rewards": "normalize_then_sum", "overlong_margin": 0.5}, sampling={"max_tokens": 8}
+        algorithm={"combine_rewards": "normalize_then_sum", "overlong_margin": 0.5},
+        sampling={"max_tokens": 8},
     )
     answers = credited(random_step(4, 4, seed=5), config)
     for episodes in groups_of(answers):
@@ -216,7 +244,9 @@ def test_each_reward_is_made_relative_by_itself_before_they_are_added() -> None:
             strict=True,
         )
         for episode, parts in zip(episodes, total, strict=True):
-            assert [answers[i][1][0] for i in episode] == pytest.approx([sum(parts)] * len(episode), abs=1e-4)
+            assert [answers[i][1][0] for i in episode] == pytest.approx(
+                [sum(parts)] * len(episode), abs=1e-4
+            )
 
 
 def one_turn(sample: int, tokens: int, prompt: int = 0, **fields: Any) -> Trajectory:
@@ -224,7 +254,7 @@ def one_turn(sample: int, tokens: int, prompt: int = 0, **fields: Any) -> Trajec
 
 
 def first_advantages(step: list[Trajectory], config: TrainConfig) -> list[float]:
-    """Returns the advantage of the first token of each trajectory."""
+    """Return the advantage of the first token of each trajectory."""
     return [advantages[0] for _, advantages, _ in credited(step, config, parts=1)]
 
 
@@ -238,7 +268,12 @@ def test_leave_one_out_of_an_episode_in_parts_is_skyrls_step_wise_training() -> 
     assert first_advantages(step, make_config(algorithm={"advantage": "leave_one_out"})) == [1, 1, 1, -1]
     step[0].reward = step[1].reward = 7.0  # of parts that are not the last
     assert first_advantages(step, make_config(algorithm={"advantage": "leave_one_out"})) == [1, 1, 1, -1]
-    assert first_advantages(step, make_config(algorithm={"normalize_std": False})) == [0.5, 0.5, 0.5, -0.5]
+    assert first_advantages(step, make_config(algorithm={"normalize_std": False})) == [
+        0.5,
+        0.5,
+        0.5,
+        -0.5,
+    ]
 
 
 def test_a_groups_signal_depends_on_its_episodes() -> None:
@@ -254,12 +289,16 @@ def test_a_groups_signal_depends_on_its_episodes() -> None:
 
 def test_length_is_the_episodes_and_the_overlong_penalty_its_longest_parts() -> None:
     step = [one_turn(0, 3, reward=1.0), one_turn(0, 5, reward=1.0), one_turn(1, 2, reward=1.0)]
-    config = make_config(algorithm={"length_strength": 1.0, "normalize_std": False}, sampling={"max_tokens": 8})
+    config = make_config(
+        algorithm={"length_strength": 1.0, "normalize_std": False}, sampling={"max_tokens": 8}
+    )
     worth = 1 / (1 + 8 / 5), 1 / (1 + 2 / 5)
     assert first_advantages(step, config) == pytest.approx(
         [(worth[0] - worth[1]) / 2] * 2 + [(worth[1] - worth[0]) / 2]
     )
-    config = make_config(algorithm={"overlong_margin": 0.5, "normalize_std": False}, sampling={"max_tokens": 8})
+    config = make_config(
+        algorithm={"overlong_margin": 0.5, "normalize_std": False}, sampling={"max_tokens": 8}
+    )
     assert first_advantages(step, config) == pytest.approx([-0.125, -0.125, 0.125])
 
 
@@ -268,7 +307,8 @@ def test_a_token_over_the_margin_costs_little_with_rewards_normalised_apart() ->
     lengths = [201, *[100] * 7]
     rewards = [1.0, 1.0, *[0.0] * 6]
     step = [
-        one_turn(s, n, reward=r, reward_parts={"a": r}) for s, (n, r) in enumerate(zip(lengths, rewards, strict=True))
+        one_turn(s, n, reward=r, reward_parts={"a": r})
+        for s, (n, r) in enumerate(zip(lengths, rewards, strict=True))
     ]
     algorithm = {"combine_rewards": "normalize_then_sum", "overlong_margin": 0.8}
     config = make_config(algorithm=algorithm, sampling={"max_tokens": 1000})
@@ -296,8 +336,10 @@ def test_separate_rewards_compare_only_the_answers_that_a_function_has_judged() 
 
 @pytest.mark.parametrize("instead", [0.0, -1.0])
 def test_a_failed_reward_function_adds_no_separate_reward(instead: float) -> None:
-    """The answer counts as one with `reward.error_reward` from the function, and the other answers are not affected."""
-    config = make_config(algorithm={"combine_rewards": "normalize_then_sum"}, reward={"error_reward": instead})
+    """Return the answer counts as one with `reward.error_reward` from the function, and the other answers are not affected."""
+    config = make_config(
+        algorithm={"combine_rewards": "normalize_then_sum"}, reward={"error_reward": instead}
+    )
     all_parts = [{"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 1.0}]
     step = [one_turn(s, 2, reward_parts=parts) for s, parts in enumerate(all_parts)]
     for trajectory in step:
@@ -306,7 +348,9 @@ def test_a_failed_reward_function_adds_no_separate_reward(instead: float) -> Non
         trajectory.reward_error = "" if "b" in parts else "b failed"
     expected = [
         a + 0.5 * b
-        for a, b in zip(relative([1.0, 0.0, 1.0, 1.0], True), relative([0.5, 1.0, 1.0, instead], True), strict=True)
+        for a, b in zip(
+            relative([1.0, 0.0, 1.0, 1.0], True), relative([0.5, 1.0, 1.0, instead], True), strict=True
+        )
     ]
     assert first_advantages(step, config) == pytest.approx(expected, abs=1e-5)
 
@@ -318,7 +362,8 @@ def test_length_shapes_rewards_but_not_which_groups_have_a_signal() -> None:
     step = [answer(0, 2), answer(1, 6)]
     assert not informative([[answer] for answer in as_answers(step)])
     config = make_config(
-        algorithm={"length_strength": 1.0, "normalize_std": False, "overlong_margin": 0.5}, sampling={"max_tokens": 8}
+        algorithm={"length_strength": 1.0, "normalize_std": False, "overlong_margin": 0.5},
+        sampling={"max_tokens": 8},
     )
     (short, long) = (advantages[0] for _, advantages, _ in credited(step, config, parts=1))
     rewards = 1 / (1 + 2 / 4), 1 / (1 + 6 / 4) - 0.5
@@ -337,12 +382,16 @@ def test_negative_rewards_are_named_where_they_cannot_be(algorithm: dict[str, An
     step = random_step(2, 2, seed=6)
     for trajectory in by_episode(step)[0]:
         trajectory.reward, trajectory.reward_parts = -2.0, {"format": -2.0}
-    with pytest.raises(UserError, match=r"needs rewards of at least 0, but an answer got -2 \({'format': -2.0}\)"):
+    with pytest.raises(
+        UserError, match=r"needs rewards of at least 0, but an answer got -2 \({'format': -2.0}\)"
+    ):
         credited(step, make_config(algorithm=algorithm))
 
 
 def test_a_group_of_equal_rewards_has_no_advantages() -> None:
-    alike = [Trajectory(p, s, [1], [2, 3], [1, 1], [-1.0] * 2, reward=0.1) for p in range(2) for s in range(3)]
+    alike = [
+        Trajectory(p, s, [1], [2, 3], [1, 1], [-1.0] * 2, reward=0.1) for p in range(2) for s in range(3)
+    ]
     for advantage in ("group", "leave_one_out", "max_rl", "reinforce_pp", "reinforce_pp_baseline"):
         config = make_config(algorithm={"advantage": advantage})
         for step in (alike, alike[:1], [alike[0], alike[3]], []):
@@ -374,7 +423,9 @@ def test_cut_off_answers_are_compared_but_not_trained_on() -> None:
         {"credit": "turns"},
     ],
 )
-def test_model_outputs_for_masked_tokens_do_not_affect_credit(algorithm: dict[str, Any], value: float) -> None:
+def test_model_outputs_for_masked_tokens_do_not_affect_credit(
+    algorithm: dict[str, Any], value: float
+) -> None:
     """NaN and inf at masked tokens change no advantage or return of trained tokens, nor the choice of tokens or the
     signal.
     """
@@ -382,7 +433,9 @@ def test_model_outputs_for_masked_tokens_do_not_affect_credit(algorithm: dict[st
     def computed(rotten: float) -> tuple[list[Tensor], bool]:
         generator = torch.Generator().manual_seed(7)
         config = make_config(algorithm=algorithm)
-        minibatches = prepare(split(make_groups(as_answers(random_step(3, 3, seed=8))), 2), config, 0, CPU)
+        minibatches = prepare(
+            split(make_groups(as_answers(random_step(3, 3, seed=8))), 2), config, 0, CPU
+        )
         batches = [batch for minibatch in minibatches for batch in minibatch.batches]
         for batch in batches:
             mask = batch.loss_mask.bool()
@@ -393,10 +446,13 @@ def test_model_outputs_for_masked_tokens_do_not_affect_credit(algorithm: dict[st
         assign_credit(minibatches, config, WEIGHTS)
         masks = [batch.loss_mask.bool() for batch in batches]
         credit = [batch.advantages[mask] for batch, mask in zip(batches, masks, strict=True)]
-        credit += [b.returns[mask] for b, mask in zip(batches, masks, strict=True) if b.returns is not None]
-        return [*credit, *(batch.high_entropy for batch in batches if batch.high_entropy is not None)], has_signal(
-            minibatches
-        )
+        credit += [
+            b.returns[mask] for b, mask in zip(batches, masks, strict=True) if b.returns is not None
+        ]
+        return [
+            *credit,
+            *(batch.high_entropy for batch in batches if batch.high_entropy is not None),
+        ], has_signal(minibatches)
 
     (sound, _), (got, signal) = computed(0.0), computed(value)
     assert signal and len(sound) == len(got)

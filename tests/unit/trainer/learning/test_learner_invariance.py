@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from generation.trajectory import Trajectory
-from tests.support.learning_steps import TableCritic, TablePolicy, as_step, make_config, on_ranks, random_step
+from tests.support.learning_steps import (
+    TableCritic,
+    TablePolicy,
+    as_step,
+    make_config,
+    on_ranks,
+    random_step,
+)
 from trainer.learning import Learner, Metrics
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -37,11 +44,22 @@ CHOICES: dict[str, dict[str, Any]] = {
     "reinforce_pp": {"advantage": "reinforce_pp", "kl_clamp": 0.2, **IN_REWARD},
     "reinforce_pp turns": {"advantage": "reinforce_pp", "credit": "turns", "gamma": 0.9},
     "gae": {"advantage": "gae", "gae_lambda": 0.9, "num_iterations": 2, **IN_REWARD},
-    "shared critic": {"advantage": "gae", "gamma": 0.9, "value_coef": 0.3, "value_clip": 0.1, "credit": "turns"},
+    "shared critic": {
+        "advantage": "gae",
+        "gamma": 0.9,
+        "value_coef": 0.3,
+        "value_clip": 0.1,
+        "credit": "turns",
+    },
     "distill": {"advantage": "distill"},
     "baseline": {"advantage": "reinforce_pp_baseline", "kl_coef": 0.1, "kl_estimator": "unbiased_k3"},
     "decisive": {"high_entropy_share": 0.4},
-    "bands": {"keep_band": [0.8, 1.25], "keep_level": "geometric", "tis_level": "sequence", "tis_cap": 1.1},
+    "bands": {
+        "keep_band": [0.8, 1.25],
+        "keep_level": "geometric",
+        "tis_level": "sequence",
+        "tis_cap": 1.1,
+    },
     "stale": {"stale_threshold": 0.05, "keep_band": [0.9, 1.2], "tis_cap": None},
     "long answers": {"overlong_filter": True, "overlong_margin": 0.5},
     "several rewards": {"combine_rewards": "normalize_then_sum", "overlong_margin": 0.5},
@@ -49,12 +67,14 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def combinations(choice: str) -> Iterator[tuple[str, str]]:
-    """Lists every loss, with every aggregation for the first of the choices and with one in turn for the others."""
+    """List every loss, with every aggregation for the first of the choices and with one in turn for the others."""
     if choice == "group":
         yield from itertools.product(LOSSES, AGGREGATIONS)
     else:
         start = list(CHOICES).index(choice)
-        yield from zip(LOSSES, itertools.islice(itertools.cycle(AGGREGATIONS), start, None), strict=False)
+        yield from zip(
+            LOSSES, itertools.islice(itertools.cycle(AGGREGATIONS), start, None), strict=False
+        )
 
 
 def learned(
@@ -68,7 +88,7 @@ def learned(
     change: Callable[[list[Trajectory]], list[Trajectory]] = list,
     shared: bool = False,
 ) -> tuple[Tensor, Metrics]:
-    """Returns the weights of policy and critic after the step, and the step's figures, on which all ranks agree."""
+    """Return the weights of policy and critic after the step, and the step's figures, on which all ranks agree."""
     config = make_config(
         algorithm=algorithm,
         batch={
@@ -98,11 +118,16 @@ def learned(
 @pytest.mark.parametrize("choice", CHOICES)
 @settings(max_examples=1, deadline=None, database=None, phases=[Phase.generate])
 @given(seed=st.integers(0, 10**6), updates=st.integers(1, 3), budget=st.integers(10, 60))
-def test_the_learner_learns_the_same_however_a_step_is_split(choice: str, seed: int, updates: int, budget: int) -> None:
+def test_the_learner_learns_the_same_however_a_step_is_split(
+    choice: str, seed: int, updates: int, budget: int
+) -> None:
     for loss, aggregation in combinations(choice):
         algorithm = {**CHOICES[choice], **LOSSES[loss], "aggregation": aggregation}
         table, metrics = learned(choice, algorithm, updates, seed, ranks=1, budget=10**6)
-        assert metrics["no_signal_steps"] == 0 and not torch.equal(table[0], TablePolicy().table), (loss, aggregation)
+        assert metrics["no_signal_steps"] == 0 and not torch.equal(table[0], TablePolicy().table), (
+            loss,
+            aggregation,
+        )
         for ranks, ways in ((1, 1), (2, 1), (4, 1), (4, 2)):  # the last in pairs that share sequences
             other, figures = learned(choice, algorithm, updates, seed, ranks, budget, ways)
             where = (loss, aggregation, ranks, ways)
@@ -112,14 +137,16 @@ def test_the_learner_learns_the_same_however_a_step_is_split(choice: str, seed: 
 
 @pytest.mark.parametrize("choice", ["group", "shared critic", "stale", "decisive"])
 def test_the_learner_learns_the_same_if_answers_share_beginnings(choice: str) -> None:
-    """Groups are dealt out whole or cut; every figure is the same, and what is shared is counted."""
+    """Group are dealt out whole or cut; every figure is the same, and what is shared is counted."""
 
     def with_prompts(step: list[Trajectory]) -> list[Trajectory]:
         for trajectory in step:
             trajectory.prompt_ids = [1 + trajectory.prompt_index] * 12
         return step
 
-    table, metrics = learned(choice, CHOICES[choice], updates=2, seed=3, ranks=1, budget=60, change=with_prompts)
+    table, metrics = learned(
+        choice, CHOICES[choice], updates=2, seed=3, ranks=1, budget=60, change=with_prompts
+    )
     for ranks, ways in ((1, 1), (2, 1), (3, 1), (4, 2)):
         where = {"ranks": ranks, "ways": ways, "change": with_prompts, "shared": True}
         other, figures = learned(choice, CHOICES[choice], updates=2, seed=3, budget=60, **where)
@@ -128,7 +155,11 @@ def test_the_learner_learns_the_same_if_answers_share_beginnings(choice: str) ->
         assert {name: value for name, value in figures.items() if name not in share} == pytest.approx(
             metrics, rel=1e-5, abs=1e-6
         )
-        assert 0.2 < share["share/tokens"] < 0.9 and share["share/nodes"] > 4 and share["share/lost_to_routes"] == 0
+        assert (
+            0.2 < share["share/tokens"] < 0.9
+            and share["share/nodes"] > 4
+            and share["share/lost_to_routes"] == 0
+        )
         assert share["share/split_groups"] <= 4
 
 

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.learning_steps import TableCritic, TablePolicy, as_step, make_config, on_ranks, random_step
+from tests.support.learning_steps import (
+    TableCritic,
+    TablePolicy,
+    as_step,
+    make_config,
+    on_ranks,
+    random_step,
+)
 from trainer.algorithms import losses
 from trainer.config.algorithm import check_algorithm
 from trainer.errors import UserError
@@ -41,7 +48,9 @@ def learned(policy: TablePolicy, critic: Any = None, **algorithm: Any) -> dict[s
 
 
 def problems(**algorithm: Any) -> list[str]:
-    return list(check_algorithm(make_config(algorithm=algorithm).algorithm, updates=2, shared_critic=False))
+    return list(
+        check_algorithm(make_config(algorithm=algorithm).algorithm, updates=2, shared_critic=False)
+    )
 
 
 def test_a_step_with_the_example_loss_equals_a_loop_over_tokens() -> None:
@@ -54,7 +63,9 @@ def test_a_step_with_the_example_loss_equals_a_loop_over_tokens() -> None:
         assert batch.old_logprobs is not None
         new = policy.outputs(table, batch, 1.0).logprobs
         for row, mask in enumerate(batch.loss_mask.bool()):
-            ratio = math.exp((new[row][mask] - batch.old_logprobs[row][mask]).sum()) if mask.any() else 1.0
+            ratio = (
+                math.exp((new[row][mask] - batch.old_logprobs[row][mask]).sum()) if mask.any() else 1.0
+            )
             for advantage, logprob in zip(batch.advantages[row][mask], new[row][mask], strict=True):
                 weight = 1.0 if advantage >= 0 else min(ratio, 1.0)
                 total -= weight * float(advantage) * float(logprob) / size / 4
@@ -81,7 +92,7 @@ def test_a_step_with_the_example_of_an_advantage_learns_from_distances_to_the_me
 
 
 def test_a_custom_function_may_take_keys_and_has_a_record_like_others(tmp_path: Path) -> None:
-    """The clipped loss under another name gives the same loss; an advantage function that takes values gets a
+    """Return the clipped loss under another name gives the same loss; an advantage function that takes values gets a
     critic.
     """
     (tmp_path / "own.py").write_text(
@@ -151,16 +162,23 @@ def wrong(tmp_path: Path) -> str:
         ("loss", "seven", "has no signature to read: name a Python function"),
         ("loss", "rasies", "has no 'rasies'; did you mean raises?"),
         ("loss", "no_ratios", "without ratios only the first update"),
-        ("advantage", "whole_step", "asks for values, but without mask gets rewards and keys of the section"),
+        (
+            "advantage",
+            "whole_step",
+            "asks for values, but without mask gets rewards and keys of the section",
+        ),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_before_anything_loads(
     wrong: str, key: str, name: str, sentence: str
 ) -> None:
     (message,) = problems(**{key: f"{wrong}:{name}"})
-    assert message.startswith(f"algorithm.{key}") and wrong in message and sentence in message and len(message) < 400, (
-        message
-    )
+    assert (
+        message.startswith(f"algorithm.{key}")
+        and wrong in message
+        and sentence in message
+        and len(message) < 400
+    ), message
 
 
 def test_a_missing_file_is_named() -> None:
@@ -173,10 +191,18 @@ def test_a_missing_file_is_named() -> None:
     ("key", "name", "sentence"),
     [
         ("loss", "raises", "raised RuntimeError in line 7: The size of tensor a (3) must match"),
-        ("loss", "alone", "returned Tensor, but should return a loss and a mask of the tokens it has bounded"),
+        (
+            "loss",
+            "alone",
+            "returned Tensor, but should return a loss and a mask of the tokens it has bounded",
+        ),
         ("loss", "number", "returned float, NoneType, but should return a loss and a mask"),
         ("loss", "summed", "returned a tensor of shape [] for tensors of shape ["),
-        ("loss", "detached", "returned a loss without a gradient: compute it from log_ratio or logprobs"),
+        (
+            "loss",
+            "detached",
+            "returned a loss without a gradient: compute it from log_ratio or logprobs",
+        ),
         ("loss", "endless", "values that are not finite"),
         ("advantage", "flat", "returned a tensor of shape [4] for tensors of shape [1, 4]"),
         ("advantage", "undefined", "values that are not finite"),
@@ -190,9 +216,11 @@ def test_a_function_with_invalid_results_is_named_in_one_sentence(
     with pytest.raises(UserError) as caught:
         learned(TablePolicy(), **{key: f"{wrong}:{name}"})
     message = str(caught.value)
-    assert message.startswith(f"algorithm.{key}: {wrong}:{name} ") and sentence in message and "\n" not in message, (
-        message
-    )
+    assert (
+        message.startswith(f"algorithm.{key}: {wrong}:{name} ")
+        and sentence in message
+        and "\n" not in message
+    ), message
 
 
 def test_inputs_that_are_not_finite_are_not_blamed_on_the_function(wrong: str) -> None:

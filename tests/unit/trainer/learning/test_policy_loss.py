@@ -17,7 +17,7 @@ LONGEST = 9
 
 
 def make_batch(seed: int = 0) -> tuple[MicroBatch, Outputs]:
-    """Returns four rows, the last without a trainable token, with ratios of all sizes and every column a step
+    """Return four rows, the last without a trainable token, with ratios of all sizes and every column a step
     can have.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -29,11 +29,22 @@ def make_batch(seed: int = 0) -> tuple[MicroBatch, Outputs]:
     mask[3] = 0
     new = noise(0.5) - 1
     batch = MicroBatch(
-        torch.zeros(4, 7, dtype=torch.int64), mask, new + noise(0.3), noise(1.0), [7] * 4,
-        Layout.of(mask, [7] * 4), [0, 1, 2, 3],
-        new + noise(0.4), new + noise(0.3), torch.rand(4, 6, generator=generator) > 0.5, noise(1.0), noise(1.0),
-    )  # fmt: skip
-    return batch, Outputs(new.requires_grad_(), noise(1.0).abs().requires_grad_(), noise(1.0).requires_grad_())
+        torch.zeros(4, 7, dtype=torch.int64),
+        mask,
+        new + noise(0.3),
+        noise(1.0),
+        [7] * 4,
+        Layout.of(mask, [7] * 4),
+        [0, 1, 2, 3],
+        new + noise(0.4),
+        new + noise(0.3),
+        torch.rand(4, 6, generator=generator) > 0.5,
+        noise(1.0),
+        noise(1.0),
+    )
+    return batch, Outputs(
+        new.requires_grad_(), noise(1.0).abs().requires_grad_(), noise(1.0).requires_grad_()
+    )
 
 
 def minibatch(batch: MicroBatch) -> MiniBatch:
@@ -64,11 +75,27 @@ class Loop:
 
     def token(self, i: int, t: int) -> Tensor:
         config, batch = self.config, self.batch
-        assert batch.old_logprobs is not None and batch.ref_logprobs is not None and batch.high_entropy is not None
-        new, old, engine = self.outputs.logprobs[i, t], batch.old_logprobs[i, t], batch.engine_logprobs[i, t]
-        loss = self.surrogate(i, t) * self.correction(i, t, float(old - engine)) * float(batch.high_entropy[i, t])
+        assert (
+            batch.old_logprobs is not None
+            and batch.ref_logprobs is not None
+            and batch.high_entropy is not None
+        )
+        new, old, engine = (
+            self.outputs.logprobs[i, t],
+            batch.old_logprobs[i, t],
+            batch.engine_logprobs[i, t],
+        )
+        loss = (
+            self.surrogate(i, t)
+            * self.correction(i, t, float(old - engine))
+            * float(batch.high_entropy[i, t])
+        )
         d = batch.ref_logprobs[i, t] - new
-        estimates = {"k2": d**2 / 2, "k3": d.exp() - d - 1, "unbiased_k3": (new - old).exp() * (d.exp() - d - 1)}
+        estimates = {
+            "k2": d**2 / 2,
+            "k3": d.exp() - d - 1,
+            "unbiased_k3": (new - old).exp() * (d.exp() - d - 1),
+        }
         if config.kl_in == "loss":
             loss = loss + config.kl_coef * estimates[config.kl_estimator]
         return loss - config.entropy_coef * self.outputs.entropy[i, t]
@@ -87,7 +114,9 @@ class Loop:
         if config.loss == "cispo":
             return -bounded * advantage * new
         gain = (
-            ratio * advantage if ratio.item() * advantage <= bounded * advantage else torch.tensor(bounded * advantage)
+            ratio * advantage
+            if ratio.item() * advantage <= bounded * advantage
+            else torch.tensor(bounded * advantage)
         )
         if config.dual_clip is not None and advantage < 0 and gain.item() < config.dual_clip * advantage:
             gain = torch.tensor(config.dual_clip * advantage)
@@ -100,7 +129,8 @@ class Loop:
         level = self.config.ratio_level
         log_ratio = self.outputs.logprobs[i, t] - self.batch.old_logprobs[i, t]
         value = {"token": log_ratio, "geometric": logs.mean(), "sequence": logs.sum()}[level].detach()
-        return (value + log_ratio - log_ratio.detach()).exp()  # the value of the sequence, the gradient of the token
+        # The value of the sequence, the gradient of the token
+        return (value + log_ratio - log_ratio.detach()).exp()
 
     def correction(self, i: int, t: int, difference: float) -> float:
         config, batch = self.config, self.batch
@@ -108,7 +138,9 @@ class Loop:
         row = batch.loss_mask[i].bool()
         logs = (batch.old_logprobs[i] - batch.engine_logprobs[i])[row]
         levels = {"token": difference, "geometric": float(logs.mean()), "sequence": float(logs.sum())}
-        weight = 1.0 if config.tis_cap is None else min(math.exp(levels[config.tis_level]), config.tis_cap)
+        weight = (
+            1.0 if config.tis_cap is None else min(math.exp(levels[config.tis_level]), config.tis_cap)
+        )
         if config.keep_band is not None:
             weight *= config.keep_band[0] <= math.exp(levels[config.keep_level]) <= config.keep_band[1]
         if config.stale_threshold is not None and batch.advantages[i, t] < 0:
@@ -122,7 +154,13 @@ CASES: list[dict[str, Any]] = [
     {"aggregation": "sequence_mean", "dual_clip": 1.5, "tis_cap": None},
     {"aggregation": "fixed_length", "ratio_level": "geometric", "tis_level": "sequence", "tis_cap": 1.2},
     {"aggregation": "sequence_sum", "ratio_level": "sequence", "keep_band": [0.7, 1.4]},
-    {"loss": "cispo", "clip_low": 0.3, "clip_high": 0.2, "keep_band": [0.9, 1.1], "keep_level": "geometric"},
+    {
+        "loss": "cispo",
+        "clip_low": 0.3,
+        "clip_high": 0.2,
+        "keep_band": [0.9, 1.1],
+        "keep_level": "geometric",
+    },
     {"loss": "sapo", "kl_coef": 0.3, "kl_estimator": "unbiased_k3"},
     {"loss": "reinforce", "kl_coef": 0.3, "kl_estimator": "k1", "kl_in": "reward"},
     {"kl_coef": 0.2, "kl_estimator": "k2", "entropy_coef": 0.1, "stale_threshold": 0.02},
@@ -152,7 +190,7 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(case: dict[str, Any], seed: 
 
 @pytest.mark.parametrize("clip", [0.3, None])
 def test_values_are_learned_beside_the_policy_or_alone(clip: float | None) -> None:
-    """The value loss equals max((v - R)^2, (v clipped to its old value - R)^2) / 2 over all tokens, by a loop."""
+    """Return the value loss equals max((v - R)^2, (v clipped to its old value - R)^2) / 2 over all tokens, by a loop."""
     config = AlgorithmConfig(advantage="gae", value_clip=clip, value_coef=0.7)
     batch, outputs = make_batch()
     assert outputs.values is not None and batch.returns is not None and batch.old_values is not None
@@ -186,27 +224,37 @@ def test_the_forward_pass_stands_for_missing_old_logprobs() -> None:
 ROTTEN = [float("nan"), float("inf"), float("-inf")]
 
 
-def spoiled(tensors: MicroBatch | Outputs, mask: Tensor, name: str, value: float) -> MicroBatch | Outputs:
-    """Returns a copy with `value` in one tensor wherever the mask is 0; tensors keep their gradients."""
+def spoiled(
+    tensors: MicroBatch | Outputs, mask: Tensor, name: str, value: float
+) -> MicroBatch | Outputs:
+    """Return a copy with `value` in one tensor wherever the mask is 0; tensors keep their gradients."""
     tensor = getattr(tensors, name)
     rotten = torch.where(mask.bool(), tensor.detach(), value).requires_grad_(tensor.requires_grad)
     return replace(tensors, **{name: rotten})
 
 
 def per_token_names(tensors: MicroBatch | Outputs) -> list[str]:
-    """Returns the names of all tensors that hold a number for every target."""
+    """Return the names of all tensors that hold a number for every target."""
     values = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
-    return [n for n, x in values.items() if isinstance(x, Tensor) and x.is_floating_point() and n != "loss_mask"]
+    return [
+        n
+        for n, x in values.items()
+        if isinstance(x, Tensor) and x.is_floating_point() and n != "loss_mask"
+    ]
 
 
 @pytest.mark.parametrize("value", ROTTEN)
-@pytest.mark.parametrize("case", [*CASES, {"advantage": "gae", "value_clip": None, "high_entropy_share": 0.5}])
-def test_masked_values_that_are_not_finite_never_reach_loss_or_gradient(case: dict[str, Any], value: float) -> None:
+@pytest.mark.parametrize(
+    "case", [*CASES, {"advantage": "gae", "value_clip": None, "high_entropy_share": 0.5}]
+)
+def test_masked_values_that_are_not_finite_never_reach_loss_or_gradient(
+    case: dict[str, Any], value: float
+) -> None:
     config = AlgorithmConfig(**case)
     batch, outputs = make_batch()
 
     def computed(batch: MicroBatch, outputs: Outputs) -> list[Tensor]:
-        """Returns the loss, its figures, its gradients by all outputs, and the values that the engine is
+        """Return the loss, its figures, its gradients by all outputs, and the values that the engine is
         compared with.
         """
         policy_loss = PolicyLoss(config, minibatch(batch), LONGEST)

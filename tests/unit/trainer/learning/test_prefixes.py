@@ -36,7 +36,9 @@ def beginnings(rows: list[list[int]]) -> set[tuple[int, ...]]:
 
 @settings(deadline=None)
 @given(ROWS, st.integers(1, 5))
-def test_nodes_spell_every_sequence_and_share_what_is_long_enough(rows: list[list[int]], least: int) -> None:
+def test_nodes_spell_every_sequence_and_share_what_is_long_enough(
+    rows: list[list[int]], least: int
+) -> None:
     samples = as_samples(rows)
     prefixes = Prefixes.of([token_bytes(s.input_ids) for s in samples], least)
     order = prefixes.sorted(range(len(rows)))
@@ -64,7 +66,9 @@ def test_nodes_spell_every_sequence_and_share_what_is_long_enough(rows: list[lis
 
 @settings(deadline=None)
 @given(ROWS, st.integers(1, 60), st.integers(1, 5))
-def test_shared_micro_batches_are_within_budget_and_table(rows: list[list[int]], budget: int, least: int) -> None:
+def test_shared_micro_batches_are_within_budget_and_table(
+    rows: list[list[int]], budget: int, least: int
+) -> None:
     samples = as_samples(rows)
     batches = micro_batches(samples, budget, 0, "cpu", packing=True, shared_min=least)
     assert sorted(row for batch in batches for row in batch.rows) == list(range(len(rows)))
@@ -75,7 +79,9 @@ def test_shared_micro_batches_are_within_budget_and_table(rows: list[list[int]],
         if batch.layout.pack.tree is None:  # nothing in common
             assert batch.layout.pack.lengths == [max(1, len(rows[row]) - 1) for row in batch.rows]
             continue
-        assert batch.layout.pack.tree.logical_tokens == sum(max(1, len(rows[row]) - 1) for row in batch.rows)
+        assert batch.layout.pack.tree.logical_tokens == sum(
+            max(1, len(rows[row]) - 1) for row in batch.rows
+        )
         tokens = batch.input_ids.flatten()[batch.layout.pack.tokens].tolist()
         for (begin, end), path, length in zip(
             pairwise(batch.layout.pack.starts.tolist()),
@@ -101,14 +107,19 @@ def test_a_unit_is_cut_where_its_sequences_have_least_in_common() -> None:
     assert prefixes.units(lambda unit: len(unit) <= 8) == [[0, 1, 2, 3, 4, 5, 6, 7]]
     assert prefixes.units(lambda unit: len(unit) <= 7) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert prefixes.units(lambda unit: len(unit) <= 3) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert Prefixes.of(list(map(token_bytes, ids)), 6).units(lambda unit: True) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert Prefixes.of(list(map(token_bytes, ids)), 6).units(lambda unit: True) == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
 
 
 def test_shared_batches_have_the_tokens_of_a_plain_trie() -> None:
     for samples in CASES.values():
         (batch,) = micro_batches(samples, 10_000, 0, "cpu", packing=True, shared_min=1)
         assert batch.layout.pack is not None
-        assert len(batch.layout.pack.tokens) == max(1, len(beginnings([s.input_ids[:-1] for s in samples])))
+        assert len(batch.layout.pack.tokens) == max(
+            1, len(beginnings([s.input_ids[:-1] for s in samples]))
+        )
 
 
 @settings(deadline=None, max_examples=500)
@@ -137,7 +148,7 @@ def test_parts_of_a_group_that_meet_again_count_their_beginning_once() -> None:
 
 
 def loads_of_ranks(seed: int, ranks: int, prompts: int, size: int) -> tuple[list[int], list[int], int]:
-    """The work of each rank if groups of answers are dealt out, and one by one; and the work of whole answers.
+    """Return the work of each rank if groups of answers are dealt out, and one by one; and the work of whole answers.
 
     A rank's work is counted here as a sum over all distinct beginnings.
     """
@@ -153,7 +164,9 @@ def loads_of_ranks(seed: int, ranks: int, prompts: int, size: int) -> tuple[list
         return length + length**2 // 20
 
     def load(rows: list[int]) -> int:
-        return sum(work(len(some)) - work(len(some) - 1) for some in beginnings([ids[row][:-1] for row in rows]))
+        return sum(
+            work(len(some)) - work(len(some) - 1) for some in beginnings([ids[row][:-1] for row in rows])
+        )
 
     lengths = [len(row) - 1 for row in ids]
     with patch("trainer.learning.batching.world_size", lambda: ranks):
@@ -167,7 +180,9 @@ def test_the_fullest_ranks_unit_is_cut_until_ranks_are_even() -> None:
     """Two groups stay whole on two ranks; of three, one is cut in two; what cannot be cut stays uneven."""
 
     def dealt(groups: int, size: int, ranks: int) -> list[list[int]]:
-        prefixes = Prefixes.of([token_bytes([g] * 9 + [a] * 5) for g in range(groups) for a in range(90, 90 + size)], 3)
+        prefixes = Prefixes.of(
+            [token_bytes([g] * 9 + [a] * 5) for g in range(groups) for a in range(90, 90 + size)], 3
+        )
         with patch("trainer.learning.batching.world_size", lambda: ranks):
             return deal([13] * groups * size, lambda length: length, 1, prefixes)
 
@@ -193,12 +208,17 @@ def test_all_ranks_know_the_order_of_answers_whichever_rank_sampled_them() -> No
     step += [Trajectory(4, 0, [], [7], [1], [0.0]), Trajectory(4, 1, [3] * 30, [], [], [])]
 
     def prompt_order(by: Callable[[Trajectory], int]) -> Prefixes:
-        return Prefixes.of_answers(gather_answers([t for t in step if by(t) % world_size() == rank()]), least=4)
+        return Prefixes.of_answers(
+            gather_answers([t for t in step if by(t) % world_size() == rank()]), least=4
+        )
 
     for by in (lambda t: t.prompt_index, lambda t: t.sample_index, lambda t: 0):
         first, second = on_ranks(2, partial(prompt_order, by))
         assert first == second == on_ranks(1, partial(prompt_order, by))[0]
-    assert first.lengths == [10] * 12 + [0, 29] and first.cost(first.sorted([9, 10, 11, 13])) == 8 + 3 * 2 + 29 - 8
+    assert (
+        first.lengths == [10] * 12 + [0, 29]
+        and first.cost(first.sorted([9, 10, 11, 13])) == 8 + 3 * 2 + 29 - 8
+    )
     units = sorted(map(sorted, first.units(lambda unit: True)))
     assert units == [
         [0, 1, 2],

@@ -29,7 +29,7 @@ PROMPT = 12  # tokens that the answers of a group have in common
 
 @pytest.fixture(autouse=True)
 def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets shortcuts be tried on the CPU, too."""
+    """Let shortcuts be tried on the CPU, too."""
     monkeypatch.setattr(proof, "needs_proof", lambda device: True)
     yield
     leave_out([])
@@ -44,7 +44,9 @@ class ModulePolicy:
 
     def __init__(self, config: PretrainedConfig) -> None:
         torch.manual_seed(0)
-        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", dtype=torch.float32
+        )
         self.model.set_attn_implementation(attention.implementation("sdpa", self.model))
         self.module = PolicyModule(self.model)
         self.work = self.module.work
@@ -56,7 +58,9 @@ class ModulePolicy:
         self.scored.append(sum(len(pack.tokens) for pack in packs if pack is not None))
         return [outputs(self.module, batch, temperature) for batch in batches]
 
-    def update(self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float) -> UpdateStats:
+    def update(
+        self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float
+    ) -> UpdateStats:
         assert all(parameter.grad is None for parameter in self.module.parameters())
         for batch in batches:
             loss_fn(batch, outputs(self.module, batch, temperature))[0].backward()
@@ -69,7 +73,7 @@ class ModulePolicy:
 
 
 def steps(prompts: int = 3, size: int = 4, seed: int = 0) -> list[Trajectory]:
-    """A step of groups of answers of unlike lengths, with unlike rewards."""
+    """Return a step of groups of answers of unlike lengths, with unlike rewards."""
     draw = random.Random(seed)
     rows = []
     for prompt in range(prompts):
@@ -77,17 +81,23 @@ def steps(prompts: int = 3, size: int = 4, seed: int = 0) -> list[Trajectory]:
         for sample in range(size):
             answer = draw.choices(range(VOCABULARY), k=3 + 2 * sample)
             likely = [-4.0] * len(answer)
-            rows.append(Trajectory(prompt, sample, beginning, answer, [1] * len(answer), likely, reward=sample % 3))
+            rows.append(
+                Trajectory(
+                    prompt, sample, beginning, answer, [1] * len(answer), likely, reward=sample % 3
+                )
+            )
     return rows
 
 
 def recipe(**batch: Any) -> TrainConfig:
-    """A recipe whose answers share their prompts; float32, in which scores agree within 1e-4."""
+    """Return a recipe whose answers share their prompts; float32, in which scores agree within 1e-4."""
     sections = {"share_prefixes": True, "shared_tokens_min": 4, "tokens_per_micro_batch": 400} | batch
     return make_config(batch=sections, policy={"dtype": "float32"})
 
 
-def learn(policy: Any, shortcuts: dict[str, bool], config: TrainConfig | None = None, **fields: Any) -> Learner:
+def learn(
+    policy: Any, shortcuts: dict[str, bool], config: TrainConfig | None = None, **fields: Any
+) -> Learner:
     """Learns from one step, and returns the learner."""
     learner = Learner(config or recipe(), policy, None, 0, shortcuts=shortcuts, **fields)
     learner.learn(*as_step(steps()), step=1)
@@ -95,7 +105,7 @@ def learn(policy: Any, shortcuts: dict[str, bool], config: TrainConfig | None = 
 
 
 def kernel(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, settings: Any) -> Tensor:
-    """The kernel with sinks, from plain operations: sequences end to end, of unlike lengths of queries and keys."""
+    """Return the kernel with sinks, from plain operations: sequences end to end, of unlike lengths of queries and keys."""
     (starts_q, starts_k), _, scale, (left, _) = settings
     ends, past = starts_q.tolist(), starts_k.tolist()
     parts = []
@@ -109,22 +119,26 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, settings: Any) -> Ten
 
 
 def with_kernel(monkeypatch: pytest.MonkeyPatch, fault: float = 0.0) -> None:
-    """Puts a kernel in place that takes sinks on a CPU."""
+    """Put a kernel in place that takes sinks on a CPU."""
     monkeypatch.setattr(attention, "_kernel_takes", lambda *_: True)
-    faulty: Callable[..., Tensor] = lambda q, k, v, sinks, settings: kernel(q, k, v, sinks + fault, settings)  # noqa: E731
+    faulty: Callable[..., Tensor] = lambda q, k, v, sinks, settings: kernel(
+        q, k, v, sinks + fault, settings
+    )  # noqa: E731
     monkeypatch.setattr(attention._KernelWithSinks, "apply", faulty)
 
 
 def fault_in_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keys of each path are one token late, as with a wrong start of a sequence."""
+    """Return the keys of each path are one token late, as with a wrong start of a sequence."""
     gather = attention.Paths.apply
     monkeypatch.setattr(attention.Paths, "apply", lambda rows, ranges: gather(rows, ranges).roll(1, 0))
 
 
 def fault_in_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head's products are summed without their last column of the hidden state."""
+    """Return the head's products are summed without their last column of the hidden state."""
     exact = logprobs._logits
-    monkeypatch.setattr(logprobs, "_logits", lambda hidden, weight, *rest: exact(hidden[:, :-1], weight[:, :-1], *rest))
+    monkeypatch.setattr(
+        logprobs, "_logits", lambda hidden, weight, *rest: exact(hidden[:, :-1], weight[:, :-1], *rest)
+    )
 
 
 def fault_in_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +168,9 @@ def test_a_fault_is_found_before_the_first_update_which_does_without(
     assert (learner.config.batch.shared_min is None) == (faulty is Shortcut.PREFIXES)
     assert in_use(faulty) is False
     said = capsys.readouterr().err
-    assert f"nats with {label} and" in said and "float32 explains 0.0001" in said and "does without" in said
+    assert (
+        f"nats with {label} and" in said and "float32 explains 0.0001" in said and "does without" in said
+    )
     assert "same log-probabilities with and without" in said
     # A run that has never used it learns the same.
     learn(policies[1], dict(shortcuts))
@@ -190,7 +206,8 @@ def test_the_proof_costs_a_pass_for_each_shortcut_and_a_bounded_number_of_tokens
     policy = ModulePolicy(KINDS["qwen2"]())
     learner = learn(policy, {})
     assert len(policy.scored) == 3 and max(policy.scored) <= 40
-    assert policy.scored[0] == policy.scored[1] < policy.scored[2]  # the last is without common beginnings
+    # The last is without common beginnings
+    assert policy.scored[0] == policy.scored[1] < policy.scored[2]
     learner.learn(*as_step(steps(seed=1)), step=2)
     assert len(policy.scored) == 3
 
@@ -202,7 +219,9 @@ def test_few_answers_are_those_within_a_number_of_tokens_and_two_at_least() -> N
     assert proof.first_few([4], lengths) == [4] and proof.first_few([], lengths) == []
 
 
-def test_what_the_recipe_asks_for_by_name_is_refused_in_every_session(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_recipe_asks_for_by_name_is_refused_in_every_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fault_in_prefixes(monkeypatch)
     message = r"^batch.share_prefixes is true, but on this device, .* apart, where float32 explains 0.0001: set it to"
     for earlier in ({}, {"prefixes": False, "head": True}):
@@ -210,7 +229,9 @@ def test_what_the_recipe_asks_for_by_name_is_refused_in_every_session(monkeypatc
             learn(ModulePolicy(KINDS["qwen2"]()), earlier, sharing_required=True)
 
 
-def test_answers_without_a_common_beginning_leave_the_question_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_without_a_common_beginning_leave_the_question_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     policy = ModulePolicy(KINDS["qwen2"]())
     shortcuts: dict[str, bool] = {}
     learner = learn(policy, shortcuts, recipe(shared_tokens_min=50))

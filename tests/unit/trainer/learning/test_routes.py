@@ -20,8 +20,10 @@ FORMAT = RouteFormat(layers=(1, 3), experts=6, top_k=2)
 WIDE = RouteFormat(layers=(0,), experts=300, top_k=3)
 
 
-def answered(format: RouteFormat, prompt: int = 4, mask: tuple[int, ...] = (1, 1, 0, 1), seed: int = 0) -> Trajectory:
-    """Returns a trajectory with routes of all layers up to the last with experts, as engines give them: dense ones are
+def answered(
+    format: RouteFormat, prompt: int = 4, mask: tuple[int, ...] = (1, 1, 0, 1), seed: int = 0
+) -> Trajectory:
+    """Return a trajectory with routes of all layers up to the last with experts, as engines give them: dense ones are
     zeros.
     """
     generator = np.random.default_rng(seed)
@@ -42,9 +44,15 @@ def test_routes_of_the_layers_with_experts_arrive_with_the_sample(format: RouteF
         answered(format, prompt, mask, seed)
         for seed, (prompt, mask) in enumerate([(4, (1, 1, 0, 1)), (1, (1,)), (7, (1, 1))])
     ]
-    samples = exchange_samples([gather_answers(step)], [[[0, 1, 2]]], lambda t: to_sample(t, routes=format), format)
+    samples = exchange_samples(
+        [gather_answers(step)], [[[0, 1, 2]]], lambda t: to_sample(t, routes=format), format
+    )
     for sample, trajectory in zip(samples[0], step, strict=True):
-        assert sample.routes is not None and trajectory.routes is not None and sample.routes.dtype == format.dtype
+        assert (
+            sample.routes is not None
+            and trajectory.routes is not None
+            and sample.routes.dtype == format.dtype
+        )
         expected = trajectory.routes[:, list(format.layers)].tolist()
         assert sample.routes.tolist() == expected and len(expected) == len(sample.input_ids) - 1
         assert sample.input_ids == trajectory.prompt_ids + trajectory.response_ids
@@ -69,7 +77,9 @@ def test_a_rank_receives_routes_only_of_its_own_samples() -> None:
         return came
 
     def trained(step: list[Trajectory], format: RouteFormat | None) -> list[Sample]:
-        return exchange_samples([as_answers(step)], [shares], lambda t: to_sample(t, routes=format), format)[0]
+        return exchange_samples(
+            [as_answers(step)], [shares], lambda t: to_sample(t, routes=format), format
+        )[0]
 
     where = "trainer.learning.answers"
     with patch(f"{where}.send_to_all", telling), patch(f"{where}.all_to_all_bytes", handing):
@@ -81,7 +91,9 @@ def test_a_rank_receives_routes_only_of_its_own_samples() -> None:
     for number, share in enumerate(shares):
         expected = [step[place].routes for place in share]
         rows = [routes[:, list(FORMAT.layers)].tolist() for routes in expected if routes is not None]
-        assert [sample.routes.tolist() for sample in samples[number] if sample.routes is not None] == rows
+        assert [
+            sample.routes.tolist() for sample in samples[number] if sample.routes is not None
+        ] == rows
         count = sum(map(len, rows))
         assert handed[number] - bytes_without[number] == count * len(FORMAT.layers) * FORMAT.top_k > 0
 
@@ -89,7 +101,9 @@ def test_a_rank_receives_routes_only_of_its_own_samples() -> None:
 def test_a_single_token_has_no_row_of_routes() -> None:
     alone = Trajectory(0, 0, [], [7], [1], [0.0])
     alone.routes = np.zeros((0, 4, 2), np.uint8)
-    [[sample]] = exchange_samples([gather_answers([alone])], [[[0]]], lambda t: to_sample(t, routes=FORMAT), FORMAT)
+    [[sample]] = exchange_samples(
+        [gather_answers([alone])], [[[0]]], lambda t: to_sample(t, routes=FORMAT), FORMAT
+    )
     assert sample.routes is not None and sample.routes.shape == (0, 2, 2)
 
 
@@ -140,7 +154,8 @@ def test_an_invalid_route_is_one_sentence_about_sample_and_layer(fault: str, com
 def test_summaries_of_answers_have_no_routes(monkeypatch: pytest.MonkeyPatch) -> None:
     message_sizes: list[int] = []
     monkeypatch.setattr(
-        "trainer.learning.answers.send_to_all", lambda payload: [message_sizes.append(len(payload)) or payload]
+        "trainer.learning.answers.send_to_all",
+        lambda payload: [message_sizes.append(len(payload)) or payload],
     )
     with_routes, without = answered(FORMAT), answered(FORMAT)
     without.routes = None

@@ -41,19 +41,33 @@ CASES: list[dict[str, Any]] = [
     {"loss": "cispo", "keep_band": [0.9, 1.1], "keep_level": "geometric"},
     {"loss": "sapo", "kl_coef": 0.3, "kl_estimator": "unbiased_k3"},
     {"loss": "reinforce", "kl_coef": 0.3, "kl_estimator": "k1", "kl_in": "reward"},
-    {"kl_coef": 0.2, "kl_estimator": "k2", "entropy_coef": 0.1, "stale_threshold": 0.02, "dual_clip": 3.0},
+    {
+        "kl_coef": 0.2,
+        "kl_estimator": "k2",
+        "entropy_coef": 0.1,
+        "stale_threshold": 0.02,
+        "dual_clip": 3.0,
+    },
     {"advantage": "gae"},
 ]
 
 
 def settings() -> PretrainedConfig:
     return Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_labels=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_labels=1,
+        pad_token_id=0,
+    )
 
 
-def build(kind: type[PreTrainedModel] = AutoModelForCausalLM, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def build(
+    kind: type[PreTrainedModel] = AutoModelForCausalLM, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     torch.manual_seed(0)
     model = kind.from_config(settings(), dtype=dtype)
     model.set_attn_implementation(attention.NAME)
@@ -61,7 +75,7 @@ def build(kind: type[PreTrainedModel] = AutoModelForCausalLM, dtype: torch.dtype
 
 
 def a_batch(packing: bool) -> MicroBatch:
-    """Returns a batch with everything that a step can have beside the tokens."""
+    """Return a batch with everything that a step can have beside the tokens."""
     generator = torch.Generator().manual_seed(1)
     samples = []
     for number, length in enumerate(LENGTHS):
@@ -71,7 +85,10 @@ def a_batch(packing: bool) -> MicroBatch:
     (batch,) = micro_batches(samples, 1000, 0, "cpu", 1, packing)
     for name in ("old_logprobs", "ref_logprobs", "old_values", "returns"):
         setattr(batch, name, torch.randn(batch.loss_mask.shape, generator=generator))
-    batch.high_entropy, batch.advantages = batch.loss_mask.bool(), advantages(batch).expand_as(batch.loss_mask)
+    batch.high_entropy, batch.advantages = (
+        batch.loss_mask.bool(),
+        advantages(batch).expand_as(batch.loss_mask),
+    )
     return batch
 
 
@@ -123,7 +140,9 @@ class WithoutGuard(TorchFunctionMode):
     would be a sequence to C from then on, and `torch.tensor([torch.tensor(1)])` would fail in other tests.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         return WITHOUT_GUARD.get(func.__name__, func)(*args, **(kwargs or {}))
 
 
@@ -131,7 +150,9 @@ class WithoutGuard(TorchFunctionMode):
 def a_gpu(monkeypatch: pytest.MonkeyPatch, *modules: nn.Module) -> Iterator[Waits]:
     """Simulates an H100 with the modules on it; counts the operations that would wait for it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30)
+    )
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), WithoutGuard():
         for module in modules:
             module._apply(lambda t: torch.empty_like(t, device="cuda"))
@@ -140,7 +161,9 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, *modules: nn.Module) -> Iterator[Wait
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("packing", [True, False])
-def test_forward_does_not_wait_for_the_gpu(packing: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_does_not_wait_for_the_gpu(
+    packing: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = PolicyModule(build(dtype=dtype), value_head=True)
     critic, batch = ValueModule(build(AutoModelForSequenceClassification, dtype)), a_batch(packing)
     with a_gpu(monkeypatch, policy, critic) as waits:
@@ -153,10 +176,14 @@ def test_forward_does_not_wait_for_the_gpu(packing: bool, dtype: torch.dtype, mo
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_paths_of_a_tree_do_not_wait_for_the_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_of_a_tree_do_not_wait_for_the_gpu(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In bfloat16 the variable-length kernel takes paths that are longer than the queries."""
     policy = PolicyModule(build(dtype=dtype))
-    samples = [Sample([1, 2, 3, 4, 5, answer, 6], [0] * 5 + [1] * 2, [0.0] * 7) for answer in range(1, 5)]
+    samples = [
+        Sample([1, 2, 3, 4, 5, answer, 6], [0] * 5 + [1] * 2, [0.0] * 7) for answer in range(1, 5)
+    ]
     (batch,) = micro_batches(samples, 1000, 0, "cpu", 1, packing=True, shared_min=3)
     with a_gpu(monkeypatch, policy) as waits:
         there = batch.to("cuda")
@@ -194,7 +221,7 @@ def test_backward_has_no_operation_that_would_wait(case: dict[str, Any]) -> None
 
 
 def by_masks(module: PolicyModule, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Computes log-probabilities and entropy [B, T-1] with boolean masks; the trunk gets `batch`'s inputs unchanged."""
+    """Compute log-probabilities and entropy [B, T-1] with boolean masks; the trunk gets `batch`'s inputs unchanged."""
     mask, width = batch.loss_mask.bool(), batch.input_ids.shape[1] - 1
     real = torch.arange(width) < torch.tensor(batch.lengths).sub(1).clamp(min=1).unsqueeze(1)
     inputs = batch.input_ids[:, :-1]
@@ -205,9 +232,13 @@ def by_masks(module: PolicyModule, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         starts = nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
         positions = torch.arange(width).expand_as(inputs)[real].unsqueeze(0)
         packed = module.model.base_model(
-            input_ids=inputs[real].unsqueeze(0), position_ids=positions, use_cache=False, cu_seq_lens_q=starts,
-            max_length_q=int(sizes.max()), sequence_lengths=sizes.tolist(),
-        )  # fmt: skip
+            input_ids=inputs[real].unsqueeze(0),
+            position_ids=positions,
+            use_cache=False,
+            cu_seq_lens_q=starts,
+            max_length_q=int(sizes.max()),
+            sequence_lengths=sizes.tolist(),
+        )
         hidden = packed.last_hidden_state[0, mask[real]]
     flat_values = module.model.get_output_embeddings()(hidden, batch.input_ids[:, 1:][mask], 0.7)
     logprobs, entropy = (torch.zeros(mask.shape).masked_scatter(mask, values) for values in flat_values)
@@ -218,7 +249,12 @@ def by_masks(module: PolicyModule, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 def test_values_and_gradients_are_bit_for_bit_those_of_boolean_masks(packing: bool) -> None:
     batch, module = a_batch(packing), PolicyModule(build())
     results = []
-    for logprobs, entropy in ((o := outputs(module, batch, 0.7)) and (o.logprobs, o.entropy), by_masks(module, batch)):
-        gradients = torch.autograd.grad((logprobs * batch.advantages + entropy).sum(), list(module.parameters()))
+    for logprobs, entropy in (
+        (o := outputs(module, batch, 0.7)) and (o.logprobs, o.entropy),
+        by_masks(module, batch),
+    ):
+        gradients = torch.autograd.grad(
+            (logprobs * batch.advantages + entropy).sum(), list(module.parameters())
+        )
         results.append([logprobs, entropy, *gradients])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

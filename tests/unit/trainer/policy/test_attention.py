@@ -11,18 +11,29 @@ from trainer.policy import attention
 
 LENGTHS = [7, 7, 3, 1, 12]
 STARTS = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
-PACK: dict[str, Any] = {"cu_seq_lens_q": STARTS, "max_length_q": max(LENGTHS), "sequence_lengths": LENGTHS}
+PACK: dict[str, Any] = {
+    "cu_seq_lens_q": STARTS,
+    "max_length_q": max(LENGTHS),
+    "sequence_lengths": LENGTHS,
+}
 HEADS, GROUPS, SIZE = 4, 2, 8
 
 
 def leaves(dtype: torch.dtype = torch.float64, value_size: int = SIZE) -> list[Tensor]:
     """Query, key, value and sinks of a pack; scores are a few units large, and so are sinks."""
     draw, tokens = torch.Generator().manual_seed(0), sum(LENGTHS)
-    shapes = [(1, HEADS, tokens, SIZE), (1, GROUPS, tokens, SIZE), (1, GROUPS, tokens, value_size), (HEADS,)]
+    shapes = [
+        (1, HEADS, tokens, SIZE),
+        (1, GROUPS, tokens, SIZE),
+        (1, GROUPS, tokens, value_size),
+        (HEADS,),
+    ]
     return [(torch.randn(shape, generator=draw) * 1.5).to(dtype).requires_grad_() for shape in shapes]
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, cap: float | None, window: int) -> Tensor:
+def plain(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, cap: float | None, window: int
+) -> Tensor:
     sequences = []
     for start, stop in itertools.pairwise(STARTS.tolist()):
         back = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
@@ -46,23 +57,32 @@ def results(out: Tensor, tensors: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("scores", [1 << 24, 60])
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize(("sinks", "cap", "value_size"), [(True, None, 8), (True, 2.0, 6), (False, 2.0, 8)])
+@pytest.mark.parametrize(
+    ("sinks", "cap", "value_size"), [(True, None, 8), (True, 2.0, 6), (False, 2.0, 8)]
+)
 def test_a_pack_has_the_values_and_gradients_of_a_plain_softmax(
-    scores: int, window: int | None, sinks: bool, cap: float | None, value_size: int, monkeypatch: pytest.MonkeyPatch
+    scores: int,
+    window: int | None,
+    sinks: bool,
+    cap: float | None,
+    value_size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In one block, and in blocks of five rows and fewer; values as large as keys, and smaller ones."""
     monkeypatch.setattr(attention, "_SCORES", scores)
     *heads, column = leaves(value_size=value_size)
     tensors = [*heads, column] if sinks else heads
     extra = {"s_aux": column if sinks else None, "softcap": cap}
-    out, _ = attention.attention(torch.nn.Identity(), *heads, None, scaling=0.4, sliding_window=window, **PACK, **extra)
+    out, _ = attention.attention(
+        torch.nn.Identity(), *heads, None, scaling=0.4, sliding_window=window, **PACK, **extra
+    )
     expected = plain(*heads, column if sinks else None, cap, window or 99)
     for one, other in zip(results(out, tensors), results(expected, tensors), strict=True):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, *settings: Any, **options: Any) -> tuple[Tensor, ...]:
-    """A second computation of PyTorch's kernel for sequences end to end: result, log-sum-exp [heads, N], and others."""
+    """Return a second computation of PyTorch's kernel for sequences end to end: result, log-sum-exp [heads, N], and others."""
     shares, lse = kernel_shares(q, k, None, settings, options)
     out = torch.einsum("hqk,khd->qhd", shares, v.repeat_interleave(HEADS // GROUPS, 1))
     return out, lse, torch.zeros(2), torch.zeros(0), torch.zeros(0)
@@ -72,7 +92,8 @@ def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **options: Any
 ) -> tuple[Tensor, ...]:
     """As FlashAttention-2 has it (arXiv:2307.08691, algorithm 2): it reads `out` and `lse`, and no softmax."""
-    assert rest[6:] and all(isinstance(tensor, Tensor) for tensor in rest[6:])  # the two others of the forward pass
+    # The two others of the forward pass
+    assert rest[6:] and all(isinstance(tensor, Tensor) for tensor in rest[6:])
     shares, _ = kernel_shares(q, k, lse, rest, options)
     k, v = (tensor.repeat_interleave(HEADS // GROUPS, 1) for tensor in (k, v))
     of_shares = torch.einsum("qhd,khd->hqk", grad, v)
@@ -85,9 +106,13 @@ def flash_backward(
     return grads[0], *(one.unflatten(1, (GROUPS, -1)).sum(2) for one in grads[1:])
 
 
-def kernel_shares(q: Tensor, k: Tensor, lse: Tensor | None, settings: Any, options: Any) -> tuple[Tensor, Tensor]:
+def kernel_shares(
+    q: Tensor, k: Tensor, lse: Tensor | None, settings: Any, options: Any
+) -> tuple[Tensor, Tensor]:
     starts, _, longest, _, dropout, causal = settings[:6]
-    assert longest == max(LENGTHS) and dropout == 0.0 and not causal and options["window_size_right"] == 0
+    assert (
+        longest == max(LENGTHS) and dropout == 0.0 and not causal and options["window_size_right"] == 0
+    )
     sequence = torch.repeat_interleave(starts.diff())
     back = torch.arange(len(q))[:, None] - torch.arange(len(q))
     left = len(q) if options["window_size_left"] == -1 else options["window_size_left"]
@@ -110,11 +135,15 @@ def test_sinks_need_no_more_of_the_kernel_than_its_log_sum_exp(
         torch.nn.Identity(), *heads, None, scaling=0.4, sliding_window=window, s_aux=sinks, **PACK
     )
     expected = plain(*heads, sinks, None, window or 99)
-    for one, other in zip(results(out, [*heads, sinks]), results(expected, [*heads, sinks]), strict=True):
+    for one, other in zip(
+        results(out, [*heads, sinks]), results(expected, [*heads, sinks]), strict=True
+    ):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
-def test_ranks_that_share_sequences_use_the_sinks_of_their_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_sequences_use_the_sinks_of_their_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two ranks, one after the other; what they would exchange is cut out of all heads here."""
     *heads, sinks = leaves()
     settings: dict[str, Any] = {"scaling": 0.4, "s_aux": sinks, **PACK}
@@ -125,7 +154,9 @@ def test_ranks_that_share_sequences_use_the_sinks_of_their_heads(monkeypatch: py
         monkeypatch.setattr(
             attention,
             "heads_for_tokens",
-            lambda parts, *tensors, number=number: [tensor.chunk(2, dim=1)[number] for tensor in tensors],
+            lambda parts, *tensors, number=number: [
+                tensor.chunk(2, dim=1)[number] for tensor in tensors
+            ],
         )
         out, _ = attention.attention(torch.nn.Identity(), *heads, None, token_parts=(15, 15), **settings)
         torch.testing.assert_close(out, full.chunk(2, dim=2)[number])

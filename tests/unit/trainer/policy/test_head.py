@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from tests.support.families import BASE, FAMILIES
 from trainer.errors import UserError
@@ -36,7 +42,9 @@ SETTINGS = {
 def make_model(family: str) -> PreTrainedModel:
     model_type, settings = FAMILIES[family]
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[model_type](**BASE | settings | {"tie_word_embeddings": False} | SETTINGS.get(family, {}))
+    config = CONFIG_MAPPING[model_type](
+        **BASE | settings | {"tie_word_embeddings": False} | SETTINGS.get(family, {})
+    )
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
@@ -45,10 +53,12 @@ def numbers(change: Logits) -> tuple[float, float, float]:
 
 
 def result_of(logprobs: Tensor, entropy: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    """Returns values and the gradients of their weighted sum, in float64."""
+    """Return values and the gradients of their weighted sum, in float64."""
     weights = torch.randn(2, len(logprobs), generator=torch.Generator().manual_seed(2))
     total = (logprobs * weights[0] + entropy * weights[1]).sum()
-    return [tensor.detach().double() for tensor in (logprobs, entropy, *torch.autograd.grad(total, leaves))]
+    return [
+        tensor.detach().double() for tensor in (logprobs, entropy, *torch.autograd.grad(total, leaves))
+    ]
 
 
 @pytest.mark.parametrize("family", CHANGES)
@@ -97,7 +107,9 @@ def qwen2_with(change: Callable[[Tensor], Tensor]) -> PreTrainedModel:
             output.logits = change(output.logits)
             return output
 
-    config = Qwen2Config(vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    config = Qwen2Config(
+        vocab_size=60, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
     with torch.device("meta"):
         return Changed(config)
 
@@ -123,5 +135,7 @@ def test_a_factor_goes_with_a_cap_in_any_order_and_in_float32() -> None:
     ],
 )
 def test_other_changes_are_refused_in_one_sentence(change: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(UserError, match="^Changed makes its logits in a way that .* not compute: use another model$"):
+    with pytest.raises(
+        UserError, match="^Changed makes its logits in a way that .* not compute: use another model$"
+    ):
         logits_of(qwen2_with(change))

@@ -16,12 +16,16 @@ from trainer.policy.logprobs import CPU_ELEMENTS, block_shape, cuda_block_elemen
 def plain(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    logits = torch.nn.functional.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
+    logits = torch.nn.functional.linear(hidden, weight, bias).to(
+        torch.promote_types(hidden.dtype, torch.float32)
+    )
     log_p = torch.log_softmax(logits / temperature, dim=-1)
     return log_p[torch.arange(len(targets)), targets], -(log_p.exp() * log_p).sum(dim=-1)
 
 
-def inputs(tokens: int, dtype: torch.dtype, with_bias: bool = False) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+def inputs(
+    tokens: int, dtype: torch.dtype, with_bias: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     hidden = torch.randn(tokens, 8, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(23, 8, generator=generator).to(dtype).requires_grad_()
@@ -46,7 +50,7 @@ def test_one_token_at_a_time_by_hand() -> None:
 def test_blocks_equal_one_tensor_of_all_logits(
     block: tuple[int, int] | None, with_bias: bool, temperature: float
 ) -> None:
-    """Values and all gradients, with blocks that divide tokens and vocabulary and blocks that do not."""
+    """Return values and all gradients, with blocks that divide tokens and vocabulary and blocks that do not."""
     args = inputs(10, torch.float32, with_bias)
     wanted = [x for x in args[:3] if x is not None]
     coefficients = torch.randn(2, 10)
@@ -70,7 +74,10 @@ def test_values_and_gradients_are_as_close_to_float64_as_their_dtype_allows(
     """float32: within 1e-6 of the norm; bfloat16: no further than by whole rows of logits, of 256 tokens at a time."""
     tokens, size, vocabulary = shape
     draw = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(tokens, size, generator=draw), torch.randn(vocabulary, size, generator=draw)
+    hidden, weight = (
+        torch.randn(tokens, size, generator=draw),
+        torch.randn(vocabulary, size, generator=draw),
+    )
     operands = [hidden.to(dtype), weight.mul(0.1).to(dtype)]
     targets = torch.randint(vocabulary, (tokens,), generator=draw)
     coefficients = torch.randn(2, tokens, generator=draw)
@@ -80,12 +87,19 @@ def test_values_and_gradients_are_as_close_to_float64_as_their_dtype_allows(
     ) -> list[Tensor]:
         parts = []
         for rows in torch.arange(tokens).split(chunk):
-            leaves = [operands[0][rows].to(dtype).requires_grad_(), operands[1].to(dtype, copy=True).requires_grad_()]
+            leaves = [
+                operands[0][rows].to(dtype).requires_grad_(),
+                operands[1].to(dtype, copy=True).requires_grad_(),
+            ]
             values = function(*leaves, None, targets[rows], 0.8)
             total = (values[0] * coefficients[0, rows] + values[1] * coefficients[1, rows]).sum()
-            parts.append([tensor.detach().double() for tensor in (*values, *torch.autograd.grad(total, leaves))])
+            parts.append(
+                [tensor.detach().double() for tensor in (*values, *torch.autograd.grad(total, leaves))]
+            )
         *by_token, of_weight = zip(*parts, strict=True)
-        return [torch.cat(tensors) for tensors in by_token] + [torch.stack(of_weight).sum(0).to(dtype).double()]
+        return [torch.cat(tensors) for tensors in by_token] + [
+            torch.stack(of_weight).sum(0).to(dtype).double()
+        ]
 
     exact = results(plain, torch.float64)
     limits = [1e-6] * 4
@@ -104,10 +118,14 @@ def test_bits_are_the_same_again_and_on_any_number_of_threads() -> None:
         for count in (1, 1, 2, 3):
             torch.set_num_threads(count)
             values = target_logprobs(hidden, weight, None, targets, block=(128, 1024))
-            results.append([*values, *torch.autograd.grad(values[0].sum() + values[1].sum(), (hidden, weight))])
+            results.append(
+                [*values, *torch.autograd.grad(values[0].sum() + values[1].sum(), (hidden, weight))]
+            )
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for others in results[1:] for a, b in zip(results[0], others, strict=True))
+    assert all(
+        torch.equal(a, b) for others in results[1:] for a, b in zip(results[0], others, strict=True)
+    )
 
 
 def test_a_block_has_twice_as_many_columns_as_tokens_where_the_vocabulary_has_them() -> None:
@@ -129,10 +147,14 @@ def test_what_a_model_makes_of_its_products_has_its_derivative() -> None:
 
 
 @pytest.mark.parametrize("fp32_head", [False, True])
-def test_bfloat16_logits_are_changed_in_the_dtype_in_which_an_engine_changes_them(fp32_head: bool) -> None:
-    """A float32 head: no rounding. Else products, quotients, tangents and logits are rounded, as in vLLM's layer."""
+def test_bfloat16_logits_are_changed_in_the_dtype_in_which_an_engine_changes_them(
+    fp32_head: bool,
+) -> None:
+    """Return a float32 head: no rounding. Else products, quotients, tangents and logits are rounded, as in vLLM's layer."""
     hidden, weight, _, targets = inputs(33, torch.bfloat16)
-    logits = torch.nn.functional.linear(*((hidden.float(), weight.float()) if fp32_head else (hidden, weight)))
+    logits = torch.nn.functional.linear(
+        *((hidden.float(), weight.float()) if fp32_head else (hidden, weight))
+    )
     logits = torch.tanh(logits / 3.0) * 3.0
     head = Logits(cap=3.0)
     values = target_logprobs(hidden, weight, None, targets, 0.8, (4, 6), fp32_head, head)
@@ -162,14 +184,16 @@ def test_bf16_inputs_give_fp32_results_and_bf16_gradients() -> None:
     torch.testing.assert_close(logprobs, expected, atol=1e-6, rtol=0)
     torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=0)
     got = torch.autograd.grad(logprobs.sum(), (hidden, weight))
-    exact = torch.autograd.grad(plain(hidden.double(), weight.double(), None, targets, 1.0)[0].sum(), (hidden, weight))
+    exact = torch.autograd.grad(
+        plain(hidden.double(), weight.double(), None, targets, 1.0)[0].sum(), (hidden, weight)
+    )
     for a, b in zip(got, exact, strict=True):
         assert a.dtype == torch.bfloat16
         torch.testing.assert_close(a.float(), b.float(), atol=0.05, rtol=0.03)
 
 
 def test_no_tokens_give_zero_gradients_rather_than_none() -> None:
-    """A rank without work still has to take part in the reduction of every gradient."""
+    """Return a rank without work still has to take part in the reduction of every gradient."""
     hidden, weight, _, targets = inputs(0, torch.float32)
     logprobs, entropy = target_logprobs(hidden, weight, None, targets)
     assert logprobs.shape == entropy.shape == (0,)
@@ -209,7 +233,9 @@ def test_a_float32_head_does_not_round_logits(with_bias: bool) -> None:
             torch.testing.assert_close(value, expected, atol=2e-5, rtol=1e-5)
             assert (narrow - expected).abs().max() > 1e-3
         for own, other in zip(
-            torch.autograd.grad(values[0].sum(), wanted), torch.autograd.grad(rounded[0].sum(), wanted), strict=True
+            torch.autograd.grad(values[0].sum(), wanted),
+            torch.autograd.grad(rounded[0].sum(), wanted),
+            strict=True,
         ):
             assert own.dtype is torch.bfloat16
             torch.testing.assert_close(own, other, atol=0.05, rtol=0.05)

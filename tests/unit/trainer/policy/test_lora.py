@@ -23,7 +23,8 @@ LORA = LoraConfig(rank=4, alpha=6, use_rslora=True)
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 DENSE = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
-TARGETS = {"qwen2": DENSE, "llama": DENSE, "qwen3_moe": ATTENTION}  # fused experts and the router are no linear layers
+# Fused experts and the router are no linear layers
+TARGETS = {"qwen2": DENSE, "llama": DENSE, "qwen3_moe": ATTENTION}
 
 
 def load(folder: Path) -> PreTrainedModel:
@@ -31,7 +32,7 @@ def load(folder: Path) -> PreTrainedModel:
 
 
 def with_adapters(folder: Path, seed: int | None = None, settings: LoraConfig = LORA) -> PreTrainedModel:
-    """Returns the model with adapters at their start, or with random values."""
+    """Return the model with adapters at their start, or with random values."""
     model = load(folder)
     lora.add_adapters(model, settings, torch.float32, "cpu")
     for name, factor in lora.factors(model).items():
@@ -41,12 +42,17 @@ def with_adapters(folder: Path, seed: int | None = None, settings: LoraConfig = 
 
 
 def random_values(name: str, shape: torch.Size, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 7 * len(name) + shape[0])) * 0.3
+    return (
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed + 7 * len(name) + shape[0]))
+        * 0.3
+    )
 
 
 def peft_twin(folder: Path, model: PreTrainedModel, settings: LoraConfig = LORA) -> peft.PeftModel:
-    """Returns PEFT's own model of the folder, with the adapter of `model`."""
-    twin = peft.get_peft_model(load(folder), lora.peft_config(settings, TARGETS[model.config.model_type]))
+    """Return PEFT's own model of the folder, with the adapter of `model`."""
+    twin = peft.get_peft_model(
+        load(folder), lora.peft_config(settings, TARGETS[model.config.model_type])
+    )
     state = {lora.peft_name(name): factor.data for name, factor in lora.factors(model).items()}
     assert not peft.set_peft_model_state_dict(twin, state).unexpected_keys
     assert set(peft.get_peft_model_state_dict(twin)) == state.keys()
@@ -56,7 +62,10 @@ def peft_twin(folder: Path, model: PreTrainedModel, settings: LoraConfig = LORA)
 def merging_source(model: PreTrainedModel) -> MergingWeightSource:
     weights = [(name, p) for name, p in parameter_names(model).items() if not lora.is_adapter(name)]
     return MergingWeightSource(
-        weights, lora.low_rank(model), torch.float32, lambda name, shape: checkpoint_views(model, name, shape)
+        weights,
+        lora.low_rank(model),
+        torch.float32,
+        lambda name, shape: checkpoint_views(model, name, shape),
     )
 
 
@@ -65,7 +74,9 @@ def test_names_lead_to_the_checkpoint_and_to_peft_files(tiny_model, architecture
     folder = tiny_model(architecture=architecture)
     model, plain = with_adapters(folder, seed=1), load(folder)
     assert sent(merging_source(model)).keys() == {
-        view.name for n, p in parameter_names(plain).items() for view in checkpoint_views(plain, n, p.shape)
+        view.name
+        for n, p in parameter_names(plain).items()
+        for view in checkpoint_views(plain, n, p.shape)
     }
     peft_twin(folder, model)  # asserts that PEFT has the same names
     assert lora.low_rank(model).keys() <= parameter_names(model).keys()
@@ -86,20 +97,29 @@ def test_sent_weights_equal_those_that_peft_merges(tiny_qwen2: Path) -> None:
 
 def test_the_base_is_bit_equal_after_fifty_rounds(tiny_qwen2: Path) -> None:
     model = with_adapters(tiny_qwen2)
-    source, base = merging_source(model), {n: p.detach().clone() for n, p in parameter_names(model).items()}
+    source, base = (
+        merging_source(model),
+        {n: p.detach().clone() for n, p in parameter_names(model).items()},
+    )
     name, added = next(iter(lora.low_rank(model).items()))
     for round in range(50):
         for factor in lora.factors(model).values():
-            factor.data += 0.1 * torch.randn(factor.shape, generator=torch.Generator().manual_seed(round))
+            factor.data += 0.1 * torch.randn(
+                factor.shape, generator=torch.Generator().manual_seed(round)
+            )
         values = sent(source)[name.replace(".base_layer.", ".")]
     exact = base[name].double() + added.scale * (added.b.detach().double() @ added.a.detach().double())
     torch.testing.assert_close(values, exact.float(), atol=1e-5, rtol=1e-6)
     assert (values - base[name]).abs().max() > 1
-    assert all(torch.equal(p, base[n]) for n, p in parameter_names(model).items() if not lora.is_adapter(n))
+    assert all(
+        torch.equal(p, base[n]) for n, p in parameter_names(model).items() if not lora.is_adapter(n)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("first", "length"), [(0, 35), (0, 10), (3, 9), (12, 2), (28, 7), (30, 8), (35, 4)])
+@pytest.mark.parametrize(
+    ("first", "length"), [(0, 35), (0, 10), (3, 9), (12, 2), (28, 7), (30, 8), (35, 4)]
+)
 def test_a_stretch_gets_its_part_of_the_sum(first: int, length: int, dtype: torch.dtype) -> None:
     """Any stretch of [5, 7] is right, with rows cut in the middle; padding behind the end is not changed."""
     weight = torch.randn(5, 7).to(dtype)
@@ -120,7 +140,12 @@ def test_a_part_of_merged_weights_has_the_bits_of_the_total(width: int) -> None:
     full_sum, threads = added.added_to(weight).view(-1), torch.get_num_threads()
     torch.testing.assert_close(full_sum, (weight + 0.25 * added.b @ added.a).view(-1))
     try:
-        for first, last, count in [(0, 40, 1), (3, 700, 2), (width, 9 * width, 4), (3 * width - 1, out * width, 4)]:
+        for first, last, count in [
+            (0, 40, 1),
+            (3, 700, 2),
+            (width, 9 * width, 4),
+            (3 * width - 1, out * width, 4),
+        ]:
             torch.set_num_threads(count)
             got = added.added_to_stretch(weight.view(-1)[first:last], first)
             assert torch.equal(got, full_sum[first:last]) and torch.get_num_threads() == count
@@ -129,7 +154,10 @@ def test_a_part_of_merged_weights_has_the_bits_of_the_total(width: int) -> None:
 
 
 def test_adapters_start_as_nothing_and_from_their_seed_and_name(tiny_qwen2: Path) -> None:
-    a, b = "model.layers.0.mlp.up_proj.lora_A.default.weight", "model.layers.0.mlp.up_proj.lora_B.default.weight"
+    a, b = (
+        "model.layers.0.mlp.up_proj.lora_A.default.weight",
+        "model.layers.0.mlp.up_proj.lora_B.default.weight",
+    )
     shape = torch.Size((4, 100))
     start = lora.start_value(a, shape, 0)
     assert start is not None and 0.08 < start.abs().max() <= 0.1
@@ -158,7 +186,10 @@ def test_only_adapters_learn_and_switched_off_they_do_nothing(tiny_qwen2: Path) 
         (["q_proj", "query"], "lora.target_modules: Qwen2ForCausalLM has no module query"),
         (["query"], "lora.target_modules does not fit Qwen2ForCausalLM"),
         (["q_proj", "lm_head"], "lora.target_modules: lm_head is not a linear layer inside the model"),
-        (["embed_tokens"], "lora.target_modules: model.embed_tokens is not a linear layer inside the model"),
+        (
+            ["embed_tokens"],
+            "lora.target_modules: model.embed_tokens is not a linear layer inside the model",
+        ),
     ],
 )
 def test_invalid_target_modules_are_named(tiny_qwen2: Path, targets: list[str], sentence: str) -> None:
@@ -208,5 +239,9 @@ def test_all_linear_is_every_layer_that_peft_can_adapt_and_names_the_others(
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (512, 512)])
 def test_engines_make_room_for_the_rank(rank: int, room: int) -> None:
     arguments = engine_arguments(EngineSettings(model="m", max_model_len=8, lora_rank=rank))
-    assert (arguments["enable_lora"], arguments["max_lora_rank"], arguments["max_loras"]) == (True, room, 1)
+    assert (arguments["enable_lora"], arguments["max_lora_rank"], arguments["max_loras"]) == (
+        True,
+        room,
+        1,
+    )
     assert "enable_lora" not in engine_arguments(EngineSettings(model="m", max_model_len=8))

@@ -66,7 +66,9 @@ def test_the_recipe_decides_what_is_offloaded() -> None:
         assert state.tolist() == [1, 1] and weights.tolist() == [1]
 
 
-def test_page_locked_memory_is_one_allocation_of_the_sum_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_locked_memory_is_one_allocation_of_the_sum_of_its_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     locked: dict[int, int] = {}
 
     class Runtime:
@@ -90,7 +92,9 @@ def test_page_locked_memory_is_one_allocation_of_the_sum_of_its_parts(monkeypatc
     assert sum(sizes) <= nbytes < sum(sizes) + 512 * len(sizes), "not powers of two"
     for number, buffer in enumerate(buffers):
         buffer.fill_(number)
-    assert [int(buffer.long().sum()) for buffer in buffers] == [n * size for n, size in enumerate(sizes)], "apart"
+    assert [int(buffer.long().sum()) for buffer in buffers] == [
+        n * size for n, size in enumerate(sizes)
+    ], "apart"
     last = buffers.pop()
     del buffers, buffer
     gc.collect()

@@ -42,7 +42,9 @@ def test_the_rate_falls_to_the_end_of_the_run_however_many_updates_were_left_out
             expected = 1 - share if schedule == "linear" else (1 + math.cos(math.pi * share)) / 2
             assert rates[-1] == pytest.approx(expected)
             done += 1
-    assert rates == sorted(rates, reverse=True) and learning_rate_factor(done, 24, 0, 24, schedule) == pytest.approx(0)  # type: ignore[arg-type]
+    assert rates == sorted(rates, reverse=True) and learning_rate_factor(
+        done, 24, 0, 24, schedule
+    ) == pytest.approx(0)  # type: ignore[arg-type]
 
 
 def test_warm_up_counts_applied_updates_alone() -> None:
@@ -55,7 +57,9 @@ def test_adamw_follows_the_formula() -> None:
     torch.manual_seed(0)
     matrix, vector = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4))
     lr, (b1, b2), eps, decay = 0.1, (0.9, 0.95), 1e-8, 0.5
-    optimizer = make_adamw([matrix, vector], PolicyConfig(lr=lr, betas=(b1, b2), eps=eps, weight_decay=decay))
+    optimizer = make_adamw(
+        [matrix, vector], PolicyConfig(lr=lr, betas=(b1, b2), eps=eps, weight_decay=decay)
+    )
     expected = [p.detach().double().clone() for p in (matrix, vector)]
     m, v = [torch.zeros_like(e) for e in expected], [torch.zeros_like(e) for e in expected]
     for step in range(1, 4):

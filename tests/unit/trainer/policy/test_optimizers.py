@@ -124,7 +124,11 @@ class Late(torch.optim.Optimizer):
                 state["step"] = state.get("step", 0) + 1
                 direction = parameter.grad
                 if state["step"] > group["warmup"]:
-                    begun = torch.zeros_like(parameter) if group["shape"] == "weight" else parameter.new_zeros(7)
+                    begun = (
+                        torch.zeros_like(parameter)
+                        if group["shape"] == "weight"
+                        else parameter.new_zeros(7)
+                    )
                     second = state.setdefault("second", begun)
                     if group["shape"] == "weight":
                         second.lerp_(direction.square(), 0.1)
@@ -142,7 +146,7 @@ class Exiting(torch.optim.SGD):
         super().__init__(params, lr=lr)
 
     def step(self, closure: Any = None) -> Any:
-        """Ends the process at last."""
+        """End the process at last."""
         self.steps_left -= 1
         if not self.steps_left:
             sys.exit(0)
@@ -153,12 +157,12 @@ class Interrupting(torch.optim.SGD):
     """Raises what only Python itself should."""
 
     def step(self, closure: Any = None) -> Any:
-        """Raises KeyboardInterrupt."""
+        """Raise KeyboardInterrupt."""
         raise KeyboardInterrupt
 
 
 def keys(policy: Any) -> dict[str, set[str]]:
-    """The keys of each parameter's state that a checkpoint has."""
+    """Return the keys of each parameter's state that a checkpoint has."""
     saved: dict[str, set[str]] = {}
     for name in policy.state_dict()["optimizer"]:
         parameter, _, key = name.rpartition(".")
@@ -167,13 +171,22 @@ def keys(policy: Any) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "adapters", "critic", "value head"])
-def test_muon_has_the_hidden_matrices_and_adamw_the_rest(one_rank: None, models: Path, kind: str) -> None:
-    folder = policy_checks.model_folder(models, *(("qwen3_moe", False) if "moe" in kind else ("qwen2", True)))
-    model, more = ModelConfig(path=str(folder)), {"lora": LoraConfig(rank=2)} if kind == "adapters" else {}
+def test_muon_has_the_hidden_matrices_and_adamw_the_rest(
+    one_rank: None, models: Path, kind: str
+) -> None:
+    folder = policy_checks.model_folder(
+        models, *(("qwen3_moe", False) if "moe" in kind else ("qwen2", True))
+    )
+    model, more = (
+        ModelConfig(path=str(folder)),
+        {"lora": LoraConfig(rank=2)} if kind == "adapters" else {},
+    )
     if kind == "critic":
         policy: Any = Critic(model, PolicyConfig(**MUON), policy_checks.CPU)
     else:
-        policy = FsdpPolicy(model, PolicyConfig(**MUON), policy_checks.CPU, value_head="head" in kind, **more)
+        policy = FsdpPolicy(
+            model, PolicyConfig(**MUON), policy_checks.CPU, value_head="head" in kind, **more
+        )
     for name, parts in keys(policy).items():
         hidden = name.endswith(checks.HIDDEN) or ".lora_" in name
         assert parts == ({"momentum_buffer"} if hidden else {"exp_avg", "exp_avg_sq"}), name
@@ -198,15 +211,21 @@ def test_the_plan_counts_the_operations_of_muons_iterations() -> None:
     assert newton_schulz_flops(PolicyConfig(), sizes) == 0
 
 
-def test_frozen_layers_have_no_state_and_embeddings_alone_can_be_trained(one_rank: None, models: Path) -> None:
+def test_frozen_layers_have_no_state_and_embeddings_alone_can_be_trained(
+    one_rank: None, models: Path
+) -> None:
     folder = policy_checks.model_folder(models)
     policy = policy_checks.make_policy(folder, **MUON | {"freeze": ["model.layers", "model.norm"]})
     assert keys(policy) == {"model.embed_tokens.weight": {"exp_avg", "exp_avg_sq"}}
     batches = policy_checks.own_batches(policy_checks.make_samples(), 60)
-    assert not policy.update(batches, policy_checks.make_loss(batches), policy_checks.TEMPERATURE).skipped
+    assert not policy.update(
+        batches, policy_checks.make_loss(batches), policy_checks.TEMPERATURE
+    ).skipped
 
 
-def test_a_policy_in_the_engines_memory_takes_muons_steps_bit_for_bit(one_rank: None, models: Path) -> None:
+def test_a_policy_in_the_engines_memory_takes_muons_steps_bit_for_bit(
+    one_rank: None, models: Path
+) -> None:
     model = ModelConfig(path=str(policy_checks.model_folder(models)))
     results: list[dict[str, Tensor]] = []
     for kind in (FsdpPolicy, InPlacePolicy):
@@ -221,33 +240,101 @@ def test_a_policy_in_the_engines_memory_takes_muons_steps_bit_for_bit(one_rank: 
 @pytest.mark.parametrize(
     ("name", "more", "sentence"),
     [
-        ("muon", {"optimizer_options": {"ns_step": 3}}, "muon refuses its arguments; correct policy.optimizer_options"),
-        ("torch.optim:SGD", {"optimizer_options": {"momentun": 1}}, "SGD refuses its arguments; correct policy.opt"),
-        ("torch.optim:SDG", {}, "policy.optimizer: 'torch.optim:SDG' cannot be loaded.*did you mean SGD"),
+        (
+            "muon",
+            {"optimizer_options": {"ns_step": 3}},
+            "muon refuses its arguments; correct policy.optimizer_options",
+        ),
+        (
+            "torch.optim:SGD",
+            {"optimizer_options": {"momentun": 1}},
+            "SGD refuses its arguments; correct policy.opt",
+        ),
+        (
+            "torch.optim:SDG",
+            {},
+            "policy.optimizer: 'torch.optim:SDG' cannot be loaded.*did you mean SGD",
+        ),
         ("math:sqrt", {}, "math:sqrt is not a subclass of torch.optim.Optimizer"),
-        ("torch.optim:Adafactor", {}, r"keeps 'row_var', a tensor of shape \[6, 1\], for a weight of shape \[6, 4\]"),
+        (
+            "torch.optim:Adafactor",
+            {},
+            r"keeps 'row_var', a tensor of shape \[6, 1\], for a weight of shape \[6, 4\]",
+        ),
         ("torch.optim:SparseAdam", {}, r"SparseAdam cannot step a Tensor \(RuntimeError"),
-        ("torch.optim:Rprop", {"weight_decay": 0.1}, "policy.weight_decay is set, but torch.optim:Rprop takes no"),
+        (
+            "torch.optim:Rprop",
+            {"weight_decay": 0.1},
+            "policy.weight_decay is set, but torch.optim:Rprop takes no",
+        ),
         ("torch.optim:Adagrad", {}, "torch.optim:Adagrad makes its state when it is built"),
-        ("muon", {"optimizer_options": {"ns_steps": 100}}, "muon fails in a trial on the CPU .ValueError"),
-        ("muon", {"optimizer_options": {"ns_steps": "5"}}, "muon fails in a trial on the CPU .TypeError"),
-        ("muon", {"optimizer_options": {"ns_coefficients": [1, 2]}}, "muon fails in .*: correct policy.optimizer_opt"),
+        (
+            "muon",
+            {"optimizer_options": {"ns_steps": 100}},
+            "muon fails in a trial on the CPU .ValueError",
+        ),
+        (
+            "muon",
+            {"optimizer_options": {"ns_steps": "5"}},
+            "muon fails in a trial on the CPU .TypeError",
+        ),
+        (
+            "muon",
+            {"optimizer_options": {"ns_coefficients": [1, 2]}},
+            "muon fails in .*: correct policy.optimizer_opt",
+        ),
         ("muon", {"optimizer_options": {"eps": None}}, "muon fails in a trial on the CPU"),
-        (f"{__name__}:Counting", {}, "Counting changes 'count' of its groups in a step, which no checkpoint has"),
-        (f"{__name__}:Decaying", {}, "Decaying changes weights in a step without gradients at a learning rate of 0"),
+        (
+            f"{__name__}:Counting",
+            {},
+            "Counting changes 'count' of its groups in a step, which no checkpoint has",
+        ),
+        (
+            f"{__name__}:Decaying",
+            {},
+            "Decaying changes weights in a step without gradients at a learning rate of 0",
+        ),
         (f"{__name__}:Restless", {}, "Restless changes its attribute 'count' in a step"),
-        (f"{__name__}:Recalling", {}, "changes its attribute 'done' in a step, .*: keep it as a tensor in the state"),
+        (
+            f"{__name__}:Recalling",
+            {},
+            "changes its attribute 'done' in a step, .*: keep it as a tensor in the state",
+        ),
         (f"{__name__}:Classwide", {}, "Classwide changes its attribute 'count' in a step"),
         (f"{__name__}:Wrapping", {}, "Wrapping changes its attribute 'inner' in a step"),
         (f"{__name__}:Late", {}, "does not continue from the tensors in its state after 200 steps"),
-        (f"{__name__}:Late", {"optimizer_options": {"warmup": 150}}, "does not continue .* after 200 steps"),
-        (f"{__name__}:Late", {"optimizer_options": {"shape": "own"}}, r"keeps 'second', a tensor of shape \[7\]"),
+        (
+            f"{__name__}:Late",
+            {"optimizer_options": {"warmup": 150}},
+            "does not continue .* after 200 steps",
+        ),
+        (
+            f"{__name__}:Late",
+            {"optimizer_options": {"shape": "own"}},
+            r"keeps 'second', a tensor of shape \[7\]",
+        ),
         (f"{__name__}:Exiting", {}, "Exiting fails in a trial on the CPU .SystemExit: 0"),
-        (f"{__name__}:Exiting", {"optimizer_options": {"at": 1}}, "Exiting cannot step a Tensor .SystemExit: 0"),
-        (f"{__name__}:Exiting", {"optimizer_options": {"at": 0}}, "Exiting refuses its arguments.*SystemExit: 0"),
+        (
+            f"{__name__}:Exiting",
+            {"optimizer_options": {"at": 1}},
+            "Exiting cannot step a Tensor .SystemExit: 0",
+        ),
+        (
+            f"{__name__}:Exiting",
+            {"optimizer_options": {"at": 0}},
+            "Exiting refuses its arguments.*SystemExit: 0",
+        ),
         (f"{__name__}:Interrupting", {}, "Interrupting cannot step a Tensor .KeyboardInterrupt"),
-        ("torch.optim:SGD", {"optimizer_options": {"momentum": 5}}, "reaches values that are not finite in 240 steps"),
-        (f"{__name__}:Normed", {}, "Normed computes with whole matrices, of which each of 2 ranks has some rows"),
+        (
+            "torch.optim:SGD",
+            {"optimizer_options": {"momentum": 5}},
+            "reaches values that are not finite in 240 steps",
+        ),
+        (
+            f"{__name__}:Normed",
+            {},
+            "Normed computes with whole matrices, of which each of 2 ranks has some rows",
+        ),
     ],
 )
 def test_an_optimizer_that_cannot_be_used_is_refused_before_a_run(
@@ -281,30 +368,78 @@ def test_other_optimizers_are_not_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "sentence"),
     [
-        ({"optimizer_options": {"ns_steps": 3}}, "policy.optimizer_options is set, but policy.optimizer is adamw"),
-        ({"optimizer": "muon", "backend": "deepspeed"}, "policy.optimizer is muon, but DeepSpeed's ZeRO is for adamw"),
+        (
+            {"optimizer_options": {"ns_steps": 3}},
+            "policy.optimizer_options is set, but policy.optimizer is adamw",
+        ),
+        (
+            {"optimizer": "muon", "backend": "deepspeed"},
+            "policy.optimizer is muon, but DeepSpeed's ZeRO is for adamw",
+        ),
         (
             {"optimizer": "muon", "update_on": "host"},
             "policy.optimizer is muon, which is not for policy.update_on: host",
         ),
-        ({"optimizer": "muon", "expert_parallel": 2}, "policy.optimizer is muon, which is untried with policy.expert_"),
-        ({"optimizer": "muon", "optimizer_options": {"lr": 1}}, "policy.optimizer_options has lr, which policy.lr"),
-        ({"optimizer": "a:B", "betas": [0.5, 0.9]}, "policy.betas is set, but policy.optimizer is a:B: put"),
+        (
+            {"optimizer": "muon", "expert_parallel": 2},
+            "policy.optimizer is muon, which is untried with policy.expert_",
+        ),
+        (
+            {"optimizer": "muon", "optimizer_options": {"lr": 1}},
+            "policy.optimizer_options has lr, which policy.lr",
+        ),
+        (
+            {"optimizer": "a:B", "betas": [0.5, 0.9]},
+            "policy.betas is set, but policy.optimizer is a:B: put",
+        ),
         ({"optimizer": "muon", "betas": [0.5, 0.9]}, ""),
-        ({"optimizer": "muon", "optimizer_options": {"ns_steps": -1}}, "policy.optimizer_options: ns_steps is -1, but"),
-        ({"optimizer": "muon", "optimizer_options": {"ns_steps": 31}}, "policy.optimizer_options: ns_steps is 31, but"),
-        ({"optimizer": "muon", "optimizer_options": {"ns_steps": 2.0}}, "policy.optimizer_options: ns_steps is 2.0"),
-        ({"optimizer": "muon", "optimizer_options": {"momentum": 5.0}}, "policy.optimizer_options: momentum is 5.0"),
-        ({"optimizer": "muon", "optimizer_options": {"momentum": 1}}, "policy.optimizer_options: momentum is 1, but"),
-        ({"optimizer": "muon", "optimizer_options": {"eps": 0}}, "policy.optimizer_options: eps is 0, but should be"),
-        ({"optimizer": "muon", "optimizer_options": {"nesterov": "no"}}, "policy.optimizer_options: nesterov is 'no'"),
-        ({"optimizer": "muon", "optimizer_options": {"ns_coefficients": [1, 2]}}, "policy.optimizer_options: ns_coeff"),
+        (
+            {"optimizer": "muon", "optimizer_options": {"ns_steps": -1}},
+            "policy.optimizer_options: ns_steps is -1, but",
+        ),
+        (
+            {"optimizer": "muon", "optimizer_options": {"ns_steps": 31}},
+            "policy.optimizer_options: ns_steps is 31, but",
+        ),
+        (
+            {"optimizer": "muon", "optimizer_options": {"ns_steps": 2.0}},
+            "policy.optimizer_options: ns_steps is 2.0",
+        ),
+        (
+            {"optimizer": "muon", "optimizer_options": {"momentum": 5.0}},
+            "policy.optimizer_options: momentum is 5.0",
+        ),
+        (
+            {"optimizer": "muon", "optimizer_options": {"momentum": 1}},
+            "policy.optimizer_options: momentum is 1, but",
+        ),
+        (
+            {"optimizer": "muon", "optimizer_options": {"eps": 0}},
+            "policy.optimizer_options: eps is 0, but should be",
+        ),
+        (
+            {"optimizer": "muon", "optimizer_options": {"nesterov": "no"}},
+            "policy.optimizer_options: nesterov is 'no'",
+        ),
+        (
+            {"optimizer": "muon", "optimizer_options": {"ns_coefficients": [1, 2]}},
+            "policy.optimizer_options: ns_coeff",
+        ),
         (
             {"optimizer": "muon", "optimizer_options": {"ns_coefficients": [1000, 1000, 1000]}},
             "policy.optimizer_options: ns_coefficients is [1000, 1000, 1000], but should be three numbers a, b, c such",
         ),
-        ({"optimizer": "muon", "optimizer_options": {"ns_coefficients": [-3.4, 4.7, -2]}}, "policy.optimizer_options"),
-        ({"optimizer": "muon", "optimizer_options": {"ns_coefficients": [1.5, -0.5, 0], "ns_steps": 9}}, ""),
+        (
+            {"optimizer": "muon", "optimizer_options": {"ns_coefficients": [-3.4, 4.7, -2]}},
+            "policy.optimizer_options",
+        ),
+        (
+            {
+                "optimizer": "muon",
+                "optimizer_options": {"ns_coefficients": [1.5, -0.5, 0], "ns_steps": 9},
+            },
+            "",
+        ),
         ({"optimizer": "muon", "optimizer_options": {"momentum": 0, "eps": 1e-9, "ns_steps": 30}}, ""),
     ],
 )

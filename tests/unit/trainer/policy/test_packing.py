@@ -57,11 +57,24 @@ CONFIGS = {
     "llama untied": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=False),
     "gemma": lambda: GemmaConfig(**SHAPE | {"num_key_value_heads": 1}, head_dim=8),
     "gpt2 with absolute positions": lambda: GPT2Config(
-        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        vocab_size=VOCABULARY,
+        n_embd=16,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     ),
-    "gemma3 with windows": lambda: Gemma3TextConfig(**SHAPE, **WINDOWS, head_dim=8, query_pre_attn_scalar=8),
+    "gemma3 with windows": lambda: Gemma3TextConfig(
+        **SHAPE, **WINDOWS, head_dim=8, query_pre_attn_scalar=8
+    ),
     "gemma2 with soft caps": lambda: Gemma2Config(
-        **SHAPE, **WINDOWS, head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=0.5, final_logit_softcapping=2.0
+        **SHAPE,
+        **WINDOWS,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=2.0,
     ),
     "granite with sinks": lambda: GraniteSWAConfig(**SHAPE, **WINDOWS, logits_scaling=0.5),
     "gpt-oss with sinks": lambda: GptOssConfig(
@@ -93,7 +106,7 @@ def make_samples(lengths: list[int], seed: int = 1) -> list[Sample]:
 
 
 def plain(model: PreTrainedModel, sample: Sample) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities and entropies of one sequence by itself, through the whole logits tensor; 0 where
+    """Return log-probabilities and entropies of one sequence by itself, through the whole logits tensor; 0 where
     masked.
     """
     ids, mask = torch.tensor([sample.input_ids]), torch.tensor(sample.loss_mask[1:])
@@ -106,7 +119,7 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> list[Tensor]:
 
 
 def assert_gradients_equal(got: list[Tensor], expected: list[Tensor]) -> None:
-    """Compares to float32's rounding of the largest element, or of 1 where all are smaller: lengths [3, 14, 4] give
+    """Compare to float32's rounding of the largest element, or of 1 where all are smaller: lengths [3, 14, 4] give
     8e-6.
     """
     tolerance = 1e-5 * max(1.0, *(float(grad.abs().max()) for grad in expected))
@@ -128,7 +141,8 @@ def test_values_and_gradients_equal_those_of_separate_sequences(kind: str) -> No
     model, samples = make_model(kind), make_samples(LENGTHS)
     alone = [plain(model, sample) for sample in samples]
     expected = gradients(
-        model, sum(loss_of(*pair, advantage(s.input_ids)) for pair, s in zip(alone, samples, strict=True))
+        model,
+        sum(loss_of(*pair, advantage(s.input_ids)) for pair, s in zip(alone, samples, strict=True)),
     )
     for packing in (True, False):
         module = make_module(model)
@@ -190,16 +204,30 @@ def test_masked_and_missing_targets_add_nothing() -> None:
     (batch,) = micro_batches(samples, 1000, 0, "cpu", 1, packing=True)
     assert batch.loss_mask.any(dim=1).tolist() == [True, False, False]
     expected = gradients(model, plain(model, samples[0])[0].sum())
-    assert_gradients_equal(gradients(model, outputs(module, batch, TEMPERATURE).logprobs.sum()), expected)
+    assert_gradients_equal(
+        gradients(model, outputs(module, batch, TEMPERATURE).logprobs.sum()), expected
+    )
     (filler,) = micro_batches([], 10, 0, "cpu", 1, packing=True)
-    assert not any(grad.any() for grad in gradients(model, outputs(module, filler, TEMPERATURE).logprobs.sum()))
+    assert not any(
+        grad.any() for grad in gradients(model, outputs(module, filler, TEMPERATURE).logprobs.sum())
+    )
 
 
 def reference_varlen(
-    query: Tensor, key: Tensor, value: Tensor, begin: Tensor, begin_k: Tensor, longest: int, longest_k: int,
-    *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool, num_splits: int,
-) -> Tensor:  # fmt: skip
-    """A second computation of `torch.nn.attention.varlen.varlen_attn`, as documented, in a loop over sequences."""
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    begin: Tensor,
+    begin_k: Tensor,
+    longest: int,
+    longest_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    num_splits: int,
+) -> Tensor:
+    """Return a second computation of `torch.nn.attention.varlen.varlen_attn`, as documented, in a loop over sequences."""
     assert num_splits == 1  # with more, a sequence's result depends on the longest of its batch
     assert enable_gqa and torch.equal(begin, begin_k) and begin.dtype is torch.int32
     assert longest == longest_k == int(begin.diff().max()) and window_size[1] == 0
@@ -252,31 +280,51 @@ def test_memory_grows_neither_with_vocabulary_times_tokens_nor_with_tokens_squar
             out = outputs(module, batch, TEMPERATURE)
             (out.logprobs + out.entropy).sum().backward()
         largest.append(mode.elements)
-    assert largest == [CPU_ELEMENTS, CPU_ELEMENTS] and CPU_ELEMENTS < tokens * tokens < tokens * vocabulary
+    assert (
+        largest == [CPU_ELEMENTS, CPU_ELEMENTS] and CPU_ELEMENTS < tokens * tokens < tokens * vocabulary
+    )
 
 
 def test_models_that_cannot_be_packed_are_refused_in_one_sentence() -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
     falcon = AutoModelForCausalLM.from_config(FalconConfig(**shape, num_attention_heads=2))
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 16, "num_attention_heads": 2}
-    lightning = MiniMaxConfig(**shape, **experts, num_key_value_heads=1, layer_types=["linear_attention"])
-    chunked = Llama4TextConfig(**shape, **experts, num_key_value_heads=1, layer_types=["chunked_attention"], head_dim=8)
+    experts = {
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+    }
+    lightning = MiniMaxConfig(
+        **shape, **experts, num_key_value_heads=1, layer_types=["linear_attention"]
+    )
+    chunked = Llama4TextConfig(
+        **shape, **experts, num_key_value_heads=1, layer_types=["chunked_attention"], head_dim=8
+    )
     made = [AutoModelForCausalLM.from_config(config) for config in (lightning, chunked)]
-    reasons = ["has its own attention", "has recurrent layers of an unknown kind", r"\(chunked_attention\)"]
+    reasons = [
+        "has its own attention",
+        "has recurrent layers of an unknown kind",
+        r"\(chunked_attention\)",
+    ]
     for model, reason in zip([falcon, *made], reasons, strict=True):
         with pytest.raises(
             UserError, match=rf"batch.packing is true, but {type(model).__name__} .*{reason}.* to false"
         ):
             attention.require_packing(model)
         with pytest.raises(
-            UserError, match=f"sequence_parallel is above 1, but {type(model).__name__} .*{reason}.* to 1"
+            UserError,
+            match=f"sequence_parallel is above 1, but {type(model).__name__} .*{reason}.* to 1",
         ):
             attention.require_sharing(model)
         assert attention.implementation("sdpa", model) == "sdpa"
     shared = make_model("gemma3 with windows")
-    with pytest.raises(UserError, match="model.attn_implementation is eager, which may mix .*: set the latter to sdpa"):
+    with pytest.raises(
+        UserError, match="model.attn_implementation is eager, which may mix .*: set the latter to sdpa"
+    ):
         attention.require_packing(shared)
-    with pytest.raises(UserError, match="Gemma3ForCausalLM computes its attention in its own way: set it to 1"):
+    with pytest.raises(
+        UserError, match="Gemma3ForCausalLM computes its attention in its own way: set it to 1"
+    ):
         attention.require_sharing(shared)  # Transformers' own, by the choice of `make_model`
     shared.set_attn_implementation(attention.NAME)
     attention.require_sharing(shared)
@@ -289,9 +337,16 @@ def test_models_that_cannot_be_packed_are_refused_in_one_sentence() -> None:
 def test_unsupported_arguments_of_attention_are_refused() -> None:
     query = torch.randn(1, 4, 6, 8)
     harmless = {"position_ids": torch.arange(6), "softcap": None, "use_cache": False}
-    assert attention.attention(torch.nn.Identity(), query, query, query, None, **harmless)[0].shape == (1, 6, 4, 8)
+    assert attention.attention(torch.nn.Identity(), query, query, query, None, **harmless)[0].shape == (
+        1,
+        6,
+        4,
+        8,
+    )
     bias = {"position_bias": torch.zeros(1, 4, 6, 6)}
-    with pytest.raises(UserError, match="Identity needs attention with position_bias, .* set model.attn_implement"):
+    with pytest.raises(
+        UserError, match="Identity needs attention with position_bias, .* set model.attn_implement"
+    ):
         attention.attention(torch.nn.Identity(), query, query, query, None, **bias)
 
 

@@ -20,18 +20,28 @@ from trainer.policy.recurrent import recurrent_mixers
 from trainer.types import MicroBatch, Sample
 
 HYBRIDS = [
-    "qwen3_5", "qwen3_next", "lfm2", "granite4", "nemotron_h", "falcon_h1", "jamba", "olmo_hybrid", "kimi_linear",
-]  # fmt: skip
+    "qwen3_5",
+    "qwen3_next",
+    "lfm2",
+    "granite4",
+    "nemotron_h",
+    "falcon_h1",
+    "jamba",
+    "olmo_hybrid",
+    "kimi_linear",
+]
 LENGTHS = [70, 20, 17, 9]  # in the order of a pack; two of them share a call
 TEMPERATURE = 1.0
 
 
 @lru_cache(maxsize=2)
 def policy(family: str) -> PolicyModule:
-    """Builds a family's policy as a run does."""
+    """Build a family's policy as a run does."""
     with TemporaryDirectory() as folder:
         make_family(family, Path(folder))
-        model = build_meta_model(Path(folder), ModelConfig(path=folder), torch.float32, torch.device("cpu"))
+        model = build_meta_model(
+            Path(folder), ModelConfig(path=folder), torch.float32, torch.device("cpu")
+        )
         load_sharded(model, Path(folder), torch.device("cpu"))
     return PolicyModule(model)
 
@@ -39,7 +49,9 @@ def policy(family: str) -> PolicyModule:
 def make_samples(first: int = 1) -> list[Sample]:
     generator = torch.Generator().manual_seed(first)
     seeds = [generator, *(torch.Generator().manual_seed(100 + n) for n in range(len(LENGTHS) - 1))]
-    ids = [torch.randint(4, 270, (n,), generator=g).tolist() for n, g in zip(LENGTHS, seeds, strict=True)]
+    ids = [
+        torch.randint(4, 270, (n,), generator=g).tolist() for n, g in zip(LENGTHS, seeds, strict=True)
+    ]
     return [Sample(tokens, [1] * len(tokens), [0.0] * len(tokens)) for tokens in ids]
 
 
@@ -55,7 +67,7 @@ def logprobs_by_sample(module: PolicyModule, batch: MicroBatch) -> list[Tensor]:
 
 
 def alone(model: PreTrainedModel, sample: Sample) -> Tensor:
-    """Returns log-probabilities of one sequence by itself, through Transformers' own logits."""
+    """Return log-probabilities of one sequence by itself, through Transformers' own logits."""
     ids = torch.tensor([sample.input_ids])
     log_p = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
     return log_p.gather(1, ids[0, 1:, None])[:, 0]
@@ -69,7 +81,9 @@ def test_each_sequence_of_a_pack_is_computed_as_if_it_were_alone(family: str) ->
     weights = [torch.linspace(-1, 1, len(row)) for row in packed]
 
     def gradients(rows: list[Tensor]) -> tuple[Tensor | None, ...]:
-        loss = torch.stack([(row * weight).sum() for row, weight in zip(rows, weights, strict=True)]).sum()
+        loss = torch.stack(
+            [(row * weight).sum() for row, weight in zip(rows, weights, strict=True)]
+        ).sum()
         return torch.autograd.grad(loss, parameters, allow_unused=True)
 
     by_pack = gradients(packed)
@@ -95,7 +109,8 @@ def test_no_sequence_of_a_pack_sees_another(family: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
         start = module.rows
         try:
-            module.rows = type(start).__new__(type(start))  # nothing reads its lengths, so mixers get the pack as it is
+            # Nothing reads its lengths, so mixers get the pack as it is
+            module.rows = type(start).__new__(type(start))
             start.lengths = ()
             one, other = (logprobs_by_sample(module, batch)[1:] for batch in batches)
         finally:
@@ -137,6 +152,8 @@ def test_layers_computed_again_in_backward_know_the_lengths_of_their_pack(family
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2"])
 def test_hybrids_do_not_share_beginnings(family: str) -> None:
-    """A state at a branch would reach one of the branches at most."""
-    with pytest.raises(UserError, match="share_prefixes is true, but .* has recurrent layers, whose state"):
+    """Return a state at a branch would reach one of the branches at most."""
+    with pytest.raises(
+        UserError, match="share_prefixes is true, but .* has recurrent layers, whose state"
+    ):
         require_branches(policy(family).model)

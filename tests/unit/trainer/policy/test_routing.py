@@ -43,8 +43,19 @@ SHAPE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "tie_word_embeddings": False,
 }
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
-DEEPSEEK = {"moe_intermediate_size": 8, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+}
+DEEPSEEK = {
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 GROUPS = {"n_group": 4, "topk_group": 2}
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3_moe": lambda: Qwen3MoeConfig(**SHAPE, num_experts=6, moe_intermediate_size=8, head_dim=4),
@@ -75,7 +86,7 @@ def make_model(kind: str) -> PreTrainedModel:
 
 
 def make_module(kind: str, record: bool = False, double: bool = False) -> PolicyModule:
-    """Makes the module in float64, which the grouped product does not support, so that the experts are a loop."""
+    """Make the module in float64, which the grouped product does not support, so that the experts are a loop."""
     model = make_model(kind)
     if double:
         model.double().set_experts_implementation("eager")
@@ -99,7 +110,7 @@ def total(module: PolicyModule, batches: list[MicroBatch]) -> Tensor:
 
 
 def updated(module: PolicyModule, batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
-    """Runs forward and backward of one micro-batch after the other, as a policy does."""
+    """Run forward and backward of one micro-batch after the other, as a policy does."""
     loss = 0.0
     for batch in batches:
         batch_loss = (outputs(module, batch, 0.7).logprobs * advantages(batch)).sum()
@@ -109,7 +120,7 @@ def updated(module: PolicyModule, batches: list[MicroBatch]) -> tuple[float, dic
 
 
 def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Compares to 1e-6 of the gradient's norm."""
+    """Compare to 1e-6 of the gradient's norm."""
     assert got.keys() == expected.keys()
     norm = torch.stack([grad.norm() for grad in expected.values()]).norm()
     for name, grad in expected.items():
@@ -136,18 +147,26 @@ class LoopExperts(nn.Module):
                 parts.append(weight * (experts.down_proj[expert] @ (nn.functional.silu(gate) * up)))
             tokens.append(torch.stack(parts).sum(dim=0))
         result = torch.stack(tokens).view_as(hidden)
-        return result + self.block.shared_experts(hidden) if hasattr(self.block, "shared_experts") else result
+        return (
+            result + self.block.shared_experts(hidden)
+            if hasattr(self.block, "shared_experts")
+            else result
+        )
 
 
 def plain(kind: str, sample: Sample, format: RouteFormat) -> tuple[PreTrainedModel, Tensor]:
-    """Returns the model as a loop with the sample's routes, and its log-probabilities of the trained tokens."""
+    """Return the model as a loop with the sample's routes, and its log-probabilities of the trained tokens."""
     model = make_model(kind)
     for position, layer in enumerate(format.layers):
         block = model.model.layers[layer].mlp
         weight = block.gate.weight
-        bias = next((b for name, b in block.named_buffers() if name.endswith("e_score_correction_bias")), None)
+        bias = next(
+            (b for name, b in block.named_buffers() if name.endswith("e_score_correction_bias")), None
+        )
         scale = getattr(block.gate, "routed_scaling_factor", 1.0)
-        normed = kind in ("mixtral", "deepseek_v3", "minimax_m2") or getattr(model.config, "norm_topk_prob", False)
+        normed = kind in ("mixtral", "deepseek_v3", "minimax_m2") or getattr(
+            model.config, "norm_topk_prob", False
+        )
         normed = normed and kind != "deepseek_v2"
         block.plain_weights = lambda w, n=normed, s=scale: (w / w.sum() if n else w) * s
 
@@ -195,14 +214,18 @@ def test_replayed_experts_are_used_in_every_layer_and_in_recomputation(kind: str
     for batch in batches:
         outputs(module, batch, 0.7).logprobs.sum().backward()
     for position, layer in enumerate(format.layers):
-        expected = [b.routes[:, position].long() for b in batches if b.routes is not None for _ in range(2)]
+        expected = [
+            b.routes[:, position].long() for b in batches if b.routes is not None for _ in range(2)
+        ]
         assert len(used[layer]) == len(expected)  # once forward and once more in backward
         for got, rows in zip(used[layer], expected, strict=True):
             assert torch.equal(got.view_as(rows), rows)
 
 
 def test_a_block_that_chooses_experts_by_itself_takes_routes() -> None:
-    config = JambaConfig(**SHAPE, num_experts=4, attn_layer_period=1, attn_layer_offset=0, expert_layer_offset=0)
+    config = JambaConfig(
+        **SHAPE, num_experts=4, attn_layer_period=1, attn_layer_offset=0, expert_layer_offset=0
+    )
     config._attn_implementation = "eager"
     routers = find_routers(on_meta(config))
     assert list(routers.values()) == ["model.layers.0.feed_forward", "model.layers.2.feed_forward"]
@@ -249,7 +272,11 @@ def test_wrapped_routers_and_recorded_routes_change_no_bit(kind: str) -> None:
     reference = updated(module, batches)
     module.zero_grad()
     for batch, routes in zip(batches, recorded, strict=True):
-        assert routes is not None and module.routing is not None and routes.dtype == module.routing.format.dtype
+        assert (
+            routes is not None
+            and module.routing is not None
+            and routes.dtype == module.routing.format.dtype
+        )
         batch.routes = routes
     replayed = updated(module, batches)
     for loss, gradients in (reference, replayed):
@@ -299,7 +326,7 @@ def test_loads_count_real_tokens_once_each(packing: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
 def test_the_balance_loss_is_switch_transformers_under_any_batching(kind: str) -> None:
-    """The loss is compared with autograd of the formula over the whole step; later layers see the first one's
+    """Return the loss is compared with autograd of the formula over the whole step; later layers see the first one's
     gradient.
     """
     coef, results = 0.1, []
@@ -332,7 +359,9 @@ def test_the_balance_loss_is_switch_transformers_under_any_batching(kind: str) -
         mean = torch.cat(logits[layer]).softmax(-1).mean(dim=0)
         loss = loss + coef * format.experts * (share * mean).sum() / len(format.layers)
     loss.backward()
-    expected = {name: p.grad for name, p in module.named_parameters() if p.grad is not None and p.grad.any()}
+    expected = {
+        name: p.grad for name, p in module.named_parameters() if p.grad is not None and p.grad.any()
+    }
     assert any("gate" in name for name in expected)
     norm = torch.stack([grad.norm() for grad in expected.values()]).norm()
     for value, gradients in results:
@@ -342,7 +371,9 @@ def test_the_balance_loss_is_switch_transformers_under_any_batching(kind: str) -
 
 
 def test_routers_are_found_in_the_layers_that_have_experts() -> None:
-    assert find_routers(on_meta(CONFIGS["deepseek_v2"]())) == {n: f"model.layers.{n}.mlp.gate" for n in (1, 2)}
+    assert find_routers(on_meta(CONFIGS["deepseek_v2"]())) == {
+        n: f"model.layers.{n}.mlp.gate" for n in (1, 2)
+    }
     assert list(find_routers(on_meta(CONFIGS["qwen3_moe"]()))) == [0, 1, 2]
     assert list(find_routers(on_meta(CONFIGS["mixtral"]()))) == [0, 1, 2]
     gpt_oss = GptOssConfig(**SHAPE, num_local_experts=4, head_dim=4)
@@ -354,7 +385,9 @@ def test_routers_are_found_in_the_layers_that_have_experts() -> None:
 def test_a_balance_loss_of_sigmoid_scores_is_refused(kind: str) -> None:
     model = on_meta(CONFIGS[kind]())
     if kind in ("deepseek_v3", "glm4_moe", "minimax_m2"):
-        with pytest.raises(UserError, match=r"balance_coef: model\.layers.*gate scores experts by sigmoids.*to 0"):
+        with pytest.raises(
+            UserError, match=r"balance_coef: model\.layers.*gate scores experts by sigmoids.*to 0"
+        ):
             asked_routers(model, "recorded", balanced=True)
     else:
         assert asked_routers(model, "recorded", balanced=True)
@@ -370,13 +403,17 @@ def test_routers_that_cannot_be_replaced_are_refused_by_name() -> None:
         return logits, scores, logits.topk(2).indices
 
     gate.forward = twice
-    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.gate chooses experts 2 times.*set it to own"):
+    with pytest.raises(
+        UserError, match=r"model\.layers\.1\.mlp\.gate chooses experts 2 times.*set it to own"
+    ):
         asked_routers(model, "engine")
     assert asked_routers(model, "own") == {}
     phimoe = on_meta(PhimoeConfig(**SHAPE, num_local_experts=4))
     with pytest.raises(UserError, match=r"model\.layers\.0\.mlp.* set it to own"):
         asked_routers(phimoe, "recorded")
-    with pytest.raises(UserError, match="model.routes is engine, but Qwen2ForCausalLM has no experts: set it to own"):
+    with pytest.raises(
+        UserError, match="model.routes is engine, but Qwen2ForCausalLM has no experts: set it to own"
+    ):
         asked_routers(on_meta(Qwen2Config(**SHAPE)), "engine")
 
 
@@ -388,7 +425,9 @@ def test_replay_replaces_only_the_last_choice_of_group_limited_routers() -> None
     sample = routed_samples(format, [12])[0]
     (batch,) = micro_batches([sample], 100, 0, "cpu", 1, packing=True)
     weights: list[Tensor] = []
-    module.model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda _, args: weights.append(args[2]))
+    module.model.model.layers[1].mlp.experts.register_forward_pre_hook(
+        lambda _, args: weights.append(args[2])
+    )
     with torch.no_grad():
         outputs(module, batch, 0.7)
     assert weights[0].shape == (11, 2) and bool((weights[0] > 0).all())
@@ -400,5 +439,7 @@ def test_rows_for_another_number_of_tokens_are_refused_by_layer() -> None:
     (batch,) = micro_batches(routed_samples(module.routing.format, [12]), 100, 0, "cpu", 1, packing=True)
     assert batch.routes is not None
     batch.routes = batch.routes[:-1]
-    with pytest.raises(ValueError, match=r"layer 0 routes \[11, 2\] tokens and experts, but its routes are \[10, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"layer 0 routes \[11, 2\] tokens and experts, but its routes are \[10, 2\]"
+    ):
         outputs(module, batch, 0.7)

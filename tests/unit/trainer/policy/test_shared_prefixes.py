@@ -45,12 +45,20 @@ KINDS = {
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=False),
     # Most models compute norms in float32, whatever their dtype is.
     "without float32 inside": lambda: GPT2Config(
-        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        vocab_size=VOCABULARY,
+        n_embd=16,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     ),
     "window within the answers": lambda: MistralConfig(**SHAPE, sliding_window=5),
     "window within the prompt": lambda: MistralConfig(**SHAPE, sliding_window=17),
     "window beyond everything": lambda: MistralConfig(**SHAPE, sliding_window=200),
-    "alternating windows": lambda: Gemma3TextConfig(**SHAPE, **ALTERNATING, sliding_window=9, query_pre_attn_scalar=8),
+    "alternating windows": lambda: Gemma3TextConfig(
+        **SHAPE, **ALTERNATING, sliding_window=9, query_pre_attn_scalar=8
+    ),
     "soft caps": lambda: Gemma2Config(
         **SHAPE, **ALTERNATING, sliding_window=9, query_pre_attn_scalar=8, attn_logit_softcapping=0.5
     ),
@@ -65,7 +73,9 @@ KINDS = {
 
 def make_module(kind: str = "qwen2", dtype: torch.dtype = torch.float32) -> PolicyModule:
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(KINDS[kind](), attn_implementation="eager", dtype=dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        KINDS[kind](), attn_implementation="eager", dtype=dtype
+    )
     model.set_attn_implementation(attention.implementation("sdpa", model))
     return PolicyModule(model)
 
@@ -74,8 +84,10 @@ def cut(samples: list[Sample], budget: int = 10_000, shared: int | None = LEAST)
     return micro_batches(samples, budget, 0, "cpu", packing=True, shared_min=shared)
 
 
-def computed(module: PolicyModule, batches: list[MicroBatch], samples: list[Sample]) -> dict[str, Tensor]:
-    """The outputs of each sample, its numbers of sequence, and the gradient of a loss that is linear in them."""
+def computed(
+    module: PolicyModule, batches: list[MicroBatch], samples: list[Sample]
+) -> dict[str, Tensor]:
+    """Return the outputs of each sample, its numbers of sequence, and the gradient of a loss that is linear in them."""
     module.zero_grad()
     module.train()
     found: dict[str, Tensor] = {}
@@ -83,7 +95,9 @@ def computed(module: PolicyModule, batches: list[MicroBatch], samples: list[Samp
         out = outputs(module, batch, TEMPERATURE)
         factors = torch.tensor([[advantage(samples[row].input_ids)] for row in batch.rows])
         (factors * out.logprobs + 0.1 * out.entropy).sum().backward()
-        for row, logprobs, entropy in zip(batch.rows, out.logprobs.detach(), out.entropy.detach(), strict=True):
+        for row, logprobs, entropy in zip(
+            batch.rows, out.logprobs.detach(), out.entropy.detach(), strict=True
+        ):
             size = len(samples[row].input_ids) - 1
             found[f"output {row}"] = torch.stack([logprobs[:size], entropy[:size]])
             assert not logprobs[size:].any() and not entropy[size:].any()
@@ -91,7 +105,9 @@ def computed(module: PolicyModule, batches: list[MicroBatch], samples: list[Samp
     return found | named
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float, outputs: float = 1e-5) -> None:
+def assert_close(
+    found: dict[str, Tensor], expected: dict[str, Tensor], limit: float, outputs: float = 1e-5
+) -> None:
     """Gradients differ by at most `limit` in relative norm, and outputs by at most `outputs`, absolute."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -104,7 +120,10 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], limit: f
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_are_those_of_whole_sequences(case: str) -> None:
     samples = CASES[case]
-    for kind, dtype, limit in (("qwen2", torch.float32, 5e-6), ("without float32 inside", torch.float64, 1e-12)):
+    for kind, dtype, limit in (
+        ("qwen2", torch.float32, 5e-6),
+        ("without float32 inside", torch.float64, 1e-12),
+    ):
         module = make_module(kind, dtype)
         whole = computed(module, cut(samples, shared=None), samples)
         assert_close(computed(module, cut(samples), samples), whole, limit)
@@ -169,7 +188,7 @@ def test_scores_before_an_update_are_exactly_those_within_it() -> None:
 
 
 def test_an_mlp_sees_each_token_of_the_trie_once() -> None:
-    """The trie is counted here as a set of all distinct beginnings."""
+    """Return the trie is counted here as a set of all distinct beginnings."""
     for samples in CASES.values():
         module, seen = make_module(), list[int]()
         count = partial(_count_tokens, seen)
@@ -195,7 +214,11 @@ def test_in_bfloat16_gradients_are_as_near_to_float32_as_those_of_packs() -> Non
     distances = []
     for shared in (None, LEAST):
         rounded = computed(make_module(dtype=torch.bfloat16), cut(samples, shared=shared), samples)
-        parts = [(rounded[name].float() - exact[name]).norm() for name in exact if not name.startswith("output")]
+        parts = [
+            (rounded[name].float() - exact[name]).norm()
+            for name in exact
+            if not name.startswith("output")
+        ]
         distances.append(float(torch.stack(parts).norm()))
     assert distances[1] <= 1.5 * distances[0], distances
 
@@ -217,7 +240,9 @@ def test_every_list_of_lengths_gives_the_pairs_that_attention_computes() -> None
     pairs = sum(map(len, beginnings))
     sizes = module.work.of
     targets = sum(s.trainable for s in samples)
-    assert module.work.flops == sum(f(len(beginnings), targets, pairs) for f in (sizes.forward, sizes.backward))
+    assert module.work.flops == sum(
+        f(len(beginnings), targets, pairs) for f in (sizes.forward, sizes.backward)
+    )
 
 
 def test_models_with_dropout_or_another_attention_are_refused_by_name() -> None:
@@ -225,6 +250,10 @@ def test_models_with_dropout_or_another_attention_are_refused_by_name() -> None:
     dropping.set_attn_implementation(attention.implementation("sdpa", dropping))
     with pytest.raises(UserError, match="share_prefixes is true, but GPT2LMHeadModel has dropout"):
         attention.require_branches(dropping)
-    with pytest.raises(UserError, match="share_prefixes is true, but Qwen2ForCausalLM computes its attention in its"):
-        attention.require_branches(AutoModelForCausalLM.from_config(KINDS["qwen2"](), attn_implementation="eager"))
+    with pytest.raises(
+        UserError, match="share_prefixes is true, but Qwen2ForCausalLM computes its attention in its"
+    ):
+        attention.require_branches(
+            AutoModelForCausalLM.from_config(KINDS["qwen2"](), attn_implementation="eager")
+        )
     attention.require_branches(make_module().model)

@@ -14,8 +14,10 @@ SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "nu
 
 
 def models(tied: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A model with a padding token, and its copy with `add_rows_to_head`."""
-    config = Qwen2Config(vocab_size=29, tie_word_embeddings=tied, pad_token_id=PADDING, num_key_value_heads=2, **SIZES)
+    """Return a model with a padding token, and its copy with `add_rows_to_head`."""
+    config = Qwen2Config(
+        vocab_size=29, tie_word_embeddings=tied, pad_token_id=PADDING, num_key_value_heads=2, **SIZES
+    )
     torch.manual_seed(0)
     plain = Qwen2ForCausalLM(config).double()
     changed = copy.deepcopy(plain)
@@ -23,8 +25,10 @@ def models(tied: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
     return plain, changed
 
 
-def gradients(model: PreTrainedModel, batches: list[Tensor], head: bool = True) -> dict[str, Tensor | None]:
-    """The gradients of a loss summed over batches; without `head`, of one that does not depend on the logits."""
+def gradients(
+    model: PreTrainedModel, batches: list[Tensor], head: bool = True
+) -> dict[str, Tensor | None]:
+    """Return the gradients of a loss summed over batches; without `head`, of one that does not depend on the logits."""
     for ids in batches:
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         values = model.lm_head(hidden) if head else hidden

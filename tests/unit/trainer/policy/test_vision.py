@@ -38,7 +38,8 @@ from trainer.types import MicroBatch, Outputs, Sample
 TEMPERATURE = 0.7
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}  # float32's rounding
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "llava"]
-HYBRID, MARKED, PER_LAYER = "qwen3_5", "mistral3", "gemma4"  # recurrent layers; marks in images; inputs of each layer
+# Recurrent layers; marks in images; inputs of each layer
+HYBRID, MARKED, PER_LAYER = "qwen3_5", "mistral3", "gemma4"
 CPU = torch.device("cpu")
 
 
@@ -48,16 +49,22 @@ def make_module(folder: Path) -> PolicyModule:
     return PolicyModule(built, vision=make_vision(built, folder))
 
 
-def total_loss(module: PolicyModule, samples: list[Sample], packing: bool, budget: int = 10_000) -> Tensor:
-    """Returns the loss of all micro-batches."""
+def total_loss(
+    module: PolicyModule, samples: list[Sample], packing: bool, budget: int = 10_000
+) -> Tensor:
+    """Return the loss of all micro-batches."""
     batches = micro_batches(samples, budget, 0, "cpu", packing=packing)
     pairs = [(outputs(module, batch, TEMPERATURE), batch) for batch in batches]
-    return torch.stack([(out.logprobs * advantages(batch) + 0.1 * out.entropy).sum() for out, batch in pairs]).sum()
+    return torch.stack(
+        [(out.logprobs * advantages(batch) + 0.1 * out.entropy).sum() for out, batch in pairs]
+    ).sum()
 
 
 def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor | None]:
     names = dict(model.named_parameters())
-    return dict(zip(names, torch.autograd.grad(loss, list(names.values()), allow_unused=True), strict=True))
+    return dict(
+        zip(names, torch.autograd.grad(loss, list(names.values()), allow_unused=True), strict=True)
+    )
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -83,7 +90,9 @@ def test_rows_with_images_have_the_log_probabilities_of_plain_transformers(
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_an_update_starts_from_the_scores_before_it(tiny_vlm: TinyModel, kind: str, packing: bool) -> None:
+def test_an_update_starts_from_the_scores_before_it(
+    tiny_vlm: TinyModel, kind: str, packing: bool
+) -> None:
     """Old and new log-probabilities are equal on policy, bit for bit
     (https://github.com/verl-project/verl/issues/2996).
     """
@@ -99,11 +108,15 @@ def test_an_update_starts_from_the_scores_before_it(tiny_vlm: TinyModel, kind: s
         return -result.logprobs.sum(), {}
 
     policy.update(batches, loss, TEMPERATURE)
-    assert [torch.equal(before.logprobs, after) for before, after in zip(old, new, strict=True)] == [True] * len(new)
+    assert [torch.equal(before.logprobs, after) for before, after in zip(old, new, strict=True)] == [
+        True
+    ] * len(new)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_gradients_do_not_depend_on_how_rows_with_images_are_batched(tiny_vlm: TinyModel, kind: str) -> None:
+def test_gradients_do_not_depend_on_how_rows_with_images_are_batched(
+    tiny_vlm: TinyModel, kind: str
+) -> None:
     folder = tiny_vlm(architecture=kind)
     module, samples = make_module(folder), make_rows(ImageProcessor(str(folder)))
     together = gradients(module.model, total_loss(module, samples, packing=True))
@@ -121,8 +134,10 @@ def test_gradients_do_not_depend_on_how_rows_with_images_are_batched(tiny_vlm: T
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_rows_without_images_enter_the_encoder_without_effect(tiny_vlm: TinyModel, kind: str, packing: bool) -> None:
-    """The encoder's parameters have gradients of zero, on which other ranks' are added
+def test_rows_without_images_enter_the_encoder_without_effect(
+    tiny_vlm: TinyModel, kind: str, packing: bool
+) -> None:
+    """Return the encoder's parameters have gradients of zero, on which other ranks' are added
     (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819); all others' are the same, bit for bit.
     """
     folder = tiny_vlm(architecture=kind)
@@ -142,24 +157,30 @@ def test_rows_without_images_enter_the_encoder_without_effect(tiny_vlm: TinyMode
 
 
 def used_parameters(module: PolicyModule, folder: Path) -> set[str]:
-    """Returns the names of the encoder's parameters that have a gradient from an image."""
+    """Return the names of the encoder's parameters that have a gradient from an image."""
     module.vision = make_vision(module.model, folder)
     rows = [row for row in make_rows(ImageProcessor(str(folder))) if row.images]
     by_name = gradients(module.model, total_loss(module, rows, packing=True))
     return {
-        name for name in by_name if name.startswith(tuple(vision_modules(module.model))) and by_name[name] is not None
+        name
+        for name in by_name
+        if name.startswith(tuple(vision_modules(module.model))) and by_name[name] is not None
     }
 
 
 def test_an_image_with_other_features_than_tokens_is_an_error(tiny_vlm: TinyModel) -> None:
-    """The sums of features and tokens agree, but not those of each image (https://github.com/verl-project/verl/issues/3469)."""
+    """Return the sums of features and tokens agree, but not those of each image (https://github.com/verl-project/verl/issues/3469)."""
     module = make_module(tiny_vlm())
     [row] = make_rows(ImageProcessor(str(tiny_vlm())))[2:3]
     (first, one), (second, many) = row.image_spans[:2]
     named = replace(row.images[0], name="image 1 of row 5 of rows.jsonl")
     spans = (first, one + 1), (second, many - 1), *row.image_spans[2:]
     [batch] = micro_batches(
-        [replace(row, images=(named, *row.images[1:]), image_spans=spans)], 10_000, 0, "cpu", packing=True
+        [replace(row, images=(named, *row.images[1:]), image_spans=spans)],
+        10_000,
+        0,
+        "cpu",
+        packing=True,
     )
     sentence = r"image 1 of row 5 of rows.jsonl, an .* have \[1, 6, 3\] features, but \[2, 5, 3\] placeholder tokens"
     with pytest.raises(ValueError, match=sentence):
@@ -167,8 +188,10 @@ def test_an_image_with_other_features_than_tokens_is_an_error(tiny_vlm: TinyMode
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4_unified"])
-def test_images_that_attend_both_ways_need_padded_rows_and_text_does_not(tiny_vlm: TinyModel, kind: str) -> None:
-    """Packs of text are computed without a mask, before and after padded rows with one."""
+def test_images_that_attend_both_ways_need_padded_rows_and_text_does_not(
+    tiny_vlm: TinyModel, kind: str
+) -> None:
+    """Pack of text are computed without a mask, before and after padded rows with one."""
     folder = tiny_vlm(architecture=kind)
     module, processor = make_module(folder), ImageProcessor(str(folder))
     plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
@@ -181,11 +204,15 @@ def test_images_that_attend_both_ways_need_padded_rows_and_text_does_not(tiny_vl
             for row, number in enumerate(batch.rows):
                 expected, _ = plain_outputs(plain, processor, rows[number], TEMPERATURE)
                 torch.testing.assert_close(logprobs[row, : len(expected)], expected, **CLOSE)
-    with pytest.raises(UserError, match=r"batch.packing is true, but Gemma\w+Model lets the tokens of an image"):
+    with pytest.raises(
+        UserError, match=r"batch.packing is true, but Gemma\w+Model lets the tokens of an image"
+    ):
         total_loss(module, samples, packing=True)
     require_packing(module.model)
     require_sharing(module.model)
-    with pytest.raises(UserError, match=r"batch.packing is true, but Gemma\w+ForConditionalGeneration lets the tokens"):
+    with pytest.raises(
+        UserError, match=r"batch.packing is true, but Gemma\w+ForConditionalGeneration lets the tokens"
+    ):
         require_packing(module.model, images=True)
     with pytest.raises(UserError, match="sequence_parallel is above 1, but Gemma"):
         require_sharing(module.model, images=True)
@@ -238,26 +265,33 @@ def test_adapters_are_beside_the_language_model_s_layers_alone(tiny_vlm: TinyMod
     add_adapters(built, LoraConfig(rank=2), torch.float32, "meta")
     adapted = {name.partition(".lora_")[0] for name in factors(built)}
     layers = built.base_model.get_decoder().layers
-    assert len(adapted) == 7 * len(layers) and all(name.startswith("model.language_model.layers") for name in adapted)
+    assert len(adapted) == 7 * len(layers) and all(
+        name.startswith("model.language_model.layers") for name in adapted
+    )
 
 
 def test_the_encoder_s_activations_count_in_the_budget_of_a_micro_batch(tiny_vlm: TinyModel) -> None:
-    """An image's token counts as two more: two blocks of 64 for four patches, beside two layers of 128."""
+    """Return an image's token counts as two more: two blocks of 64 for four patches, beside two layers of 128."""
     module = make_module(tiny_vlm())
     assert module.work.of.image_token == 2.0
     row = make_rows(ImageProcessor(str(tiny_vlm())))[2]  # 10 tokens of images, of 24
     assert (len(row.input_ids), sum(count for _, count in row.image_spans)) == (24, 10)
-    for ways, budget, expected in [(1, 88, 1), (1, 87, 2), (2, 128, 1), (2, 127, 2)]:  # each rank has all images
+    for ways, budget, expected in [(1, 88, 1), (1, 87, 2), (2, 128, 1), (2, 127, 2)]:
+        # each rank has all images
         batches = micro_batches([row, row], budget, 0, "cpu", packing=True, ways=ways, image_token=2.0)
         assert len(batches) == expected
 
 
 def test_an_encoder_s_work_is_counted_by_patches(tiny_vlm: TinyModel) -> None:
     module = make_module(tiny_vlm())
-    [batch] = micro_batches(make_rows(ImageProcessor(str(tiny_vlm())))[2:3], 1000, 0, "cpu", packing=True)
+    [batch] = micro_batches(
+        make_rows(ImageProcessor(str(tiny_vlm())))[2:3], 1000, 0, "cpu", packing=True
+    )
     of = module.work.of
     elements = sum(
-        p.numel() for n, p in module.model.named_parameters() if n.startswith("model.visual") and p.dim() > 1
+        p.numel()
+        for n, p in module.model.named_parameters()
+        if n.startswith("model.visual") and p.dim() > 1
     )
     assert of.vision == of.vision_learned == elements
     with torch.no_grad():
@@ -280,7 +314,9 @@ def test_frozen_weights_stay_in_an_in_place_policy(tiny_vlm: TinyModel) -> None:
     assert {p.dtype for p in policy.model.parameters()} == {torch.bfloat16}
     batches = micro_batches(make_rows(ImageProcessor(str(folder))), 10_000, 0, CPU, packing=True)
     policy.update(batches, lambda batch, outputs: (-outputs.logprobs.sum(), {}), 1.0)
-    changed = {name for name, weight in policy.named_parameters() if not torch.equal(weight, before[name])}
+    changed = {
+        name for name, weight in policy.named_parameters() if not torch.equal(weight, before[name])
+    }
     assert changed == {name for name in before if not name.startswith("model.visual")}
     assert changed == policy.state_dict()["model"].keys()
 
@@ -298,11 +334,15 @@ def test_the_plan_counts_image_encoders(tiny_vlm: TinyModel) -> None:
     blocks = sum(p.numel() for block in model.base_model.visual.blocks for p in block.parameters())
     assert sum(shape.numel() for name in sizes.units for shape in sizes.units[name]) == sizes.total
     assert sum(shape.numel() for n in ("encoder.0", "encoder.1") for shape in sizes.units[n]) == blocks
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.base_model.language_model.layers]
+    layers = [
+        sum(p.numel() for p in layer.parameters()) for layer in model.base_model.language_model.layers
+    ]
     assert sizes.rest == sizes.total - sum(layers) - blocks
     critic = model_sizes(config, str(folder), kind=AutoValueModel, num_labels=1)
     head = dict(sizes.shapes)["lm_head.weight"].numel()
-    assert critic.head == 0 and critic.total == sizes.total - head + critic.shapes["score.weight"].numel()
+    assert (
+        critic.head == 0 and critic.total == sizes.total - head + critic.shapes["score.weight"].numel()
+    )
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, "gemma3", HYBRID, MARKED, PER_LAYER])
@@ -318,10 +358,14 @@ def test_weights_keep_the_names_of_their_checkpoint_and_an_export_has_the_proces
     assert sorted(names) == sorted(stored)
     save_pretrained(built, tmp_path, torch.float32, folder)
     saved = load_file(tmp_path / "model.safetensors")
-    assert saved.keys() == stored.keys() and all(torch.equal(saved[name], stored[name]) for name in stored)
+    assert saved.keys() == stored.keys() and all(
+        torch.equal(saved[name], stored[name]) for name in stored
+    )
     plain = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
     assert all(torch.equal(p, built.get_parameter(name)) for name, p in plain.named_parameters())
-    assert {path.name for path in folder.glob("*processor*")} <= {path.name for path in tmp_path.iterdir()}
+    assert {path.name for path in folder.glob("*processor*")} <= {
+        path.name for path in tmp_path.iterdir()
+    }
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, MARKED, PER_LAYER])
@@ -333,7 +377,9 @@ def test_equal_images_of_a_common_prompt_are_computed_once_and_other_pixels_are_
     processor, module = ImageProcessor(str(folder)), make_module(folder)
     wide, small, other = noise(1, 84, 28), noise(2, 28, 28), noise(3, 84, 28)
     prompt = make_sample(processor, [5, wide, 3, small, 4], 1)
-    samples = [replace(prompt, input_ids=[*prompt.input_ids[:-6], *range(n, n + 6)]) for n in (20, 30, 40, 50)]
+    samples = [
+        replace(prompt, input_ids=[*prompt.input_ids[:-6], *range(n, n + 6)]) for n in (20, 30, 40, 50)
+    ]
     samples[3] = replace(samples[3], images=(other, small))
     samples.append(make_sample(processor, [9], 2))
     found, encoded = [], []
@@ -343,7 +389,9 @@ def test_equal_images_of_a_common_prompt_are_computed_once_and_other_pixels_are_
     for least in (None, 3):
         (batch,) = micro_batches(samples, 10_000, 0, "cpu", packing=True, shared_min=least)
         out = outputs(module, batch, TEMPERATURE)
-        scored = {row: out.logprobs[n, : len(samples[row].input_ids) - 1] for n, row in enumerate(batch.rows)}
+        scored = {
+            row: out.logprobs[n, : len(samples[row].input_ids) - 1] for n, row in enumerate(batch.rows)
+        }
         loss = (out.logprobs * advantages(batch) + 0.1 * out.entropy).sum()
         assert batch.layout.pack is not None
         found.append((scored, gradients(module.model, loss), len(batch.layout.pack.tokens)))
@@ -358,7 +406,9 @@ def test_equal_images_of_a_common_prompt_are_computed_once_and_other_pixels_are_
     for name, gradient in expected.items():
         if gradient is not None and not name.endswith("k_proj.bias"):
             sharing = got[name]
-            assert sharing is not None and float((sharing - gradient).norm()) <= limit * float(gradient.norm()), name
+            assert sharing is not None and float((sharing - gradient).norm()) <= limit * float(
+                gradient.norm()
+            ), name
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -370,7 +420,9 @@ def test_ranks_that_share_a_tree_with_images_have_consecutive_parts_of_it(
     processor, module = ImageProcessor(str(folder)), make_module(folder)
     assert module.vision is not None
     prompt = make_sample(processor, [5, noise(1, 84, 28), 3, noise(2, 28, 28), 4], 1)
-    samples = [replace(prompt, input_ids=[*prompt.input_ids[:-6], *range(n, n + 6)]) for n in (20, 30, 40)]
+    samples = [
+        replace(prompt, input_ids=[*prompt.input_ids[:-6], *range(n, n + 6)]) for n in (20, 30, 40)
+    ]
     samples.append(make_sample(processor, [9, noise(1, 84, 28)], 2))
     places, positions = list[list[int]](), list[Any]()
     for ways, number in ((1, 0), (2, 0), (2, 1)):

@@ -51,7 +51,7 @@ def config(slice_tokens: int | None = 8, ahead: float = 1, **sections: Any) -> T
 
 
 def drawn(prompt_ids: list[int], seed: int, most: int) -> list[int]:
-    """Returns the whole answer: geometric lengths, with a long tail; the last token is 1 unless the answer was cut."""
+    """Return the whole answer: geometric lengths, with a long tail; the last token is 1 unless the answer was cut."""
     dice = random.Random(f"{prompt_ids}/{seed}")
     ids: list[int] = []
     while len(ids) < most:
@@ -88,7 +88,10 @@ class DrawingEngine:
         if turnstile is None:
             await asyncio.sleep(0)
             return Generation(
-                full_answer, [-1.0 - policy_version] * len(full_answer), reason, weight_version=policy_version
+                full_answer,
+                [-1.0 - policy_version] * len(full_answer),
+                reason,
+                weight_version=policy_version,
             )
         if unfinished is None:
             self.prompts.append(prompt_ids[1])
@@ -111,16 +114,26 @@ class Crew:
     """One rank of a run: its engine and its rollouts. A step's version is the number of steps before it."""
 
     def __init__(
-        self, config: TrainConfig, function: RolloutFunction = one_shot, start: Path | None = None, step: int = 0
+        self,
+        config: TrainConfig,
+        function: RolloutFunction = one_shot,
+        start: Path | None = None,
+        step: int = 0,
     ) -> None:
         self.config, self.engine, self.thread = config, DrawingEngine(), EngineThread()
         counts = {"calls": 0.0, "errors": 0.0}
-        rewards = SimpleNamespace(labels=[], take_counts=lambda: counts, check_error_rate=lambda counts: None)
-        level = SimpleNamespace(function=function, messages=lambda prompts: None, image_rules=None, aclose=aclose)
+        rewards = SimpleNamespace(
+            labels=[], take_counts=lambda: counts, check_error_rate=lambda counts: None
+        )
+        level = SimpleNamespace(
+            function=function, messages=lambda prompts: None, image_rules=None, aclose=aclose
+        )
         tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "", eos_token_id=1)
         leader: Any = Leader(self.engine, self.thread)  # type: ignore[arg-type]
         prompts = partial(PROMPTS.take, seed=3)
-        self.pool = Pool(leader, tokenizer, rewards, Store(), level, engines=world_size(), prompts=prompts)  # type: ignore[arg-type]
+        self.pool = Pool(
+            leader, tokenizer, rewards, Store(), level, engines=world_size(), prompts=prompts
+        )  # type: ignore[arg-type]
         self.step, self.position = step, 0
         self.give_up: Callable[[], bool] = lambda: False
         self.carried: CarriedPool | None = None
@@ -133,7 +146,7 @@ class Crew:
         self.produce = self.source.produce
 
     def do(self) -> "Step":
-        """Runs a step as `RLTrainer.sample` does."""
+        """Run a step as `RLTrainer.sample` does."""
         batch = self.produce(Order(self.step + 1, self.step, self.position))
         self.position = batch.position
         self.step += 1
@@ -149,13 +162,21 @@ class Step:
 
     def __init__(self, sampled: StepBatch) -> None:
         self.prompts = [prompt.id for prompt in sampled.prompts]
-        self.trained = [sampled.prompts[i].id for i in sorted({a.prompt_index for a in sampled.kept()[0]})]
-        self.answers = [(self.prompts[a.prompt_index], a.sample_index, a.length, a.error) for a in sampled.answers]
+        self.trained = [
+            sampled.prompts[i].id for i in sorted({a.prompt_index for a in sampled.kept()[0]})
+        ]
+        self.answers = [
+            (self.prompts[a.prompt_index], a.sample_index, a.length, a.error) for a in sampled.answers
+        ]
         self.trajectories = {
-            (self.prompts[a.prompt_index], a.sample_index): a.trajectory for a in sampled.answers if a.trajectory
+            (self.prompts[a.prompt_index], a.sample_index): a.trajectory
+            for a in sampled.answers
+            if a.trajectory
         }
         self.figures = dict(sampled.rounds[-1].figures)
-        self.sampling = {key: value for key, value in sampled.metrics().items() if key.startswith("sampling/")}
+        self.sampling = {
+            key: value for key, value in sampled.metrics().items() if key.startswith("sampling/")
+        }
 
 
 class Store:
@@ -176,11 +197,13 @@ class Store:
 
 
 async def aclose() -> None:
-    """Closes the server of level 6, which does not exist here."""
+    """Close the server of level 6, which does not exist here."""
 
 
-def run(config: TrainConfig, steps: int, ranks: int = 1, function: RolloutFunction = one_shot) -> list[list[Step]]:
-    """Returns the steps of each rank."""
+def run(
+    config: TrainConfig, steps: int, ranks: int = 1, function: RolloutFunction = one_shot
+) -> list[list[Step]]:
+    """Return the steps of each rank."""
 
     def one() -> list[Step]:
         crew = Crew(config, function)
@@ -193,7 +216,7 @@ def run(config: TrainConfig, steps: int, ranks: int = 1, function: RolloutFuncti
 
 
 def together(steps: list[list[Step]], index: int) -> dict[tuple[int, int], Trajectory]:
-    """Returns all ranks' trajectories of a step."""
+    """Return all ranks' trajectories of a step."""
     trajectories: dict[tuple[int, int], Trajectory] = {}
     for of_rank in steps:
         trajectories |= of_rank[index].trajectories
@@ -234,7 +257,9 @@ def test_more_ranks_train_the_same_trajectories_in_the_same_steps() -> None:
 
 
 @pytest.mark.parametrize(("slice_tokens", "ahead"), [(8, 1), (8, 2), (16, 0.5), (5, 1), (8, 0)])
-def test_ages_are_as_great_on_average_as_is_ahead_and_never_above_the_bound(slice_tokens: int, ahead: float) -> None:
+def test_ages_are_as_great_on_average_as_is_ahead_and_never_above_the_bound(
+    slice_tokens: int, ahead: float
+) -> None:
     recipe = config(slice_tokens, ahead)
     [steps] = run(recipe, 40)
     ages = [step.figures["stale/age_mean"] for step in steps[4:]]
@@ -252,9 +277,13 @@ def test_the_oldest_complete_groups_are_trained_and_as_many_new_prompts_begin() 
     while len(begun) < 60:
         step = crew.do()
         new = [prompt for prompt in dict.fromkeys(crew.engine.prompts) if prompt not in begun]
-        assert [place[prompt] for prompt in new] == list(range(len(begun), len(begun) + (4 if begun else 8)))
+        assert [place[prompt] for prompt in new] == list(
+            range(len(begun), len(begun) + (4 if begun else 8))
+        )
         begun, flying = begun + new, flying + new
-        assert [place[prompt] for prompt in step.prompts] == sorted(place[prompt] for prompt in step.prompts)
+        assert [place[prompt] for prompt in step.prompts] == sorted(
+            place[prompt] for prompt in step.prompts
+        )
         flying = [prompt for prompt in flying if prompt not in step.prompts]
         assert len(flying) == 4  # a step's, since that many are ahead
         groups = crew.carried._episodes.groups  # type: ignore[union-attr]
@@ -276,7 +305,11 @@ def test_a_run_that_is_resumed_on_one_or_two_ranks_trains_the_same(
         folder.mkdir()
 
         def session(
-            start: Path | None = written, at: int = position, begin: int = done, end: int = until, to: Path = folder
+            start: Path | None = written,
+            at: int = position,
+            begin: int = done,
+            end: int = until,
+            to: Path = folder,
         ) -> tuple[list[Step], int]:
             crew = Crew(config(), start=start, step=begin)
             crew.position = at
@@ -309,7 +342,9 @@ def test_carried_groups_are_trained_once_by_a_run_with_smaller_ones(
     trained = Counter(place for _ in range(3) for place in again.do().trajectories)
     again.close()
     carried = {prompt.id for group in groups for prompt in PROMPTS.take(group.place, 1, 3)}
-    assert set(trained.values()) == {1} and all((prompt, n) in trained for prompt in carried for n in range(GROUP))
+    assert set(trained.values()) == {1} and all(
+        (prompt, n) in trained for prompt in carried for n in range(GROUP)
+    )
     assert "start again" not in capsys.readouterr().err  # each of them had begun
 
 
@@ -335,7 +370,9 @@ def test_a_step_that_is_given_up_leaves_what_the_one_before_it_did(tmp_path: Pat
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("requests", [[5], [30, 34, 60], [75, 90, 91]])
-def test_steps_in_which_engines_die_are_sampled_anew_and_train_the_same(ranks: int, requests: list[int]) -> None:
+def test_steps_in_which_engines_die_are_sampled_anew_and_train_the_same(
+    ranks: int, requests: list[int]
+) -> None:
     """In the first step, twice in one, and after a step's answers are there, as an engine may die while it falls
     asleep: what is in flight is each time what the step before has left. Nothing is trained twice, nothing lost.
     """
@@ -365,7 +402,9 @@ def test_steps_in_which_engines_die_are_sampled_anew_and_train_the_same(ranks: i
     rank_steps = on_ranks(ranks, one) if ranks > 1 else [one()]
     for index in range(8):
         assert together(rank_steps, index) == together(straight, index)
-        assert [steps[index].figures for steps in rank_steps] == [steps[index].figures for steps in straight]
+        assert [steps[index].figures for steps in rank_steps] == [
+            steps[index].figures for steps in straight
+        ]
         assert rank_steps[0][index].answers == straight[0][index].answers
 
 
@@ -388,7 +427,9 @@ def test_groups_without_a_signal_are_replaced_and_counted_once(ranks: int) -> No
     sampled = [prompt for step in rank_steps[0] for prompt in step.prompts]
     trained = [prompt for step in rank_steps[0] for prompt in step.trained]
     assert len(set(sampled)) == len(sampled) and trained == [prompt for prompt in sampled if prompt % 3]
-    assert all(len(step.trained) == 4 and step.sampling["sampling/shortfall"] == 0 for step in rank_steps[0])
+    assert all(
+        len(step.trained) == 4 and step.sampling["sampling/shortfall"] == 0 for step in rank_steps[0]
+    )
     assert (
         sum(step.sampling["sampling/dropped"] for step in rank_steps[0])
         == sum(prompt % 3 == 0 for prompt in sampled)
@@ -404,7 +445,9 @@ def test_evaluation_between_steps_is_not_cut_and_changes_nothing() -> None:
         trajectories, evaluated = cut.do().trajectories, []
         for crew in (plain, cut):
             settings = RolloutSettings(GROUP, SamplingSettings(LONGEST), cut.step, seed=3, step=-1)
-            evaluated.append([answer.trajectory for answer in crew.pool.run(held_out, settings, Terms(60))])
+            evaluated.append(
+                [answer.trajectory for answer in crew.pool.run(held_out, settings, Terms(60))]
+            )
         assert evaluated[0] == evaluated[1]
         assert trajectories == alone.do().trajectories
     for crew in (plain, cut, alone):
@@ -420,7 +463,9 @@ class Tools:
         self.look: Callable[[], str] = str
         self.replies: list[tuple[int, str]] = []  # in tools, how many were, and what `look` told
 
-    async def __call__(self, llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> Trajectory:
+    async def __call__(
+        self, llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings
+    ) -> Trajectory:
         ids = list(llm.prompt_ids)
         done = llm.trajectory()
         for turn in range(4):
@@ -443,7 +488,9 @@ def test_episodes_with_tools_give_the_same_ids_and_call_as_often() -> None:
     plain_tools, tools = Tools(), Tools()
     [plain], [cut] = run(config(None), 4, function=plain_tools), run(config(3, 3), 8, function=tools)
     reference = {place: t for step in plain for place, t in step.trajectories.items()}
-    trajectories = {place: t for step in cut for place, t in step.trajectories.items() if place in reference}
+    trajectories = {
+        place: t for step in cut for place, t in step.trajectories.items() if place in reference
+    }
     assert trajectories.keys() == reference.keys()
     for place, trajectory in trajectories.items():
         assert trajectory.response_ids == reference[place].response_ids
@@ -477,7 +524,8 @@ def test_a_slice_waits_for_work_of_an_episode_beside_its_answer() -> None:
             under_way += 1
             async with llm.away():
                 await asyncio.sleep(0.02)
-                await asyncio.sleep(0.0 if answer.done() else 0.3)  # beside what parks, which no other waits for
+                # Beside what parks, which no other waits for
+                await asyncio.sleep(0.0 if answer.done() else 0.3)
             under_way -= 1
 
         return (await asyncio.gather(answer, tool()))[0]
@@ -492,7 +540,9 @@ def test_a_slice_waits_for_work_of_an_episode_beside_its_answer() -> None:
 
 
 @pytest.mark.parametrize("function", [one_shot, Tools()])
-def test_answers_that_wait_or_are_unfinished_can_be_measured_at_every_level(function: RolloutFunction) -> None:
+def test_answers_that_wait_or_are_unfinished_can_be_measured_at_every_level(
+    function: RolloutFunction,
+) -> None:
     crew = Crew(config(3, 2), function)
     cut = 0
     for step in range(12):
@@ -501,7 +551,11 @@ def test_answers_that_wait_or_are_unfinished_can_be_measured_at_every_level(func
             t = answer.trajectory
             assert t is not None and t.weight_version == step and 0 < answer.sampled > answer.old
             new = next(start for version, start in t.versions if version == step)
-            new_logprobs = [logprob for logprob, mask in zip(t.logprobs[new:], t.loss_mask[new:], strict=True) if mask]
+            new_logprobs = [
+                logprob
+                for logprob, mask in zip(t.logprobs[new:], t.loss_mask[new:], strict=True)
+                if mask
+            ]
             assert set(new_logprobs) == {-1.0 - step} and (answer.old > 0) == (new > 0)
             assert not any(t is other for other in trained.values())
             cut += new > 0
@@ -562,7 +616,7 @@ class Checks:
 
 
 def judged(crew: Crew, steps: int) -> list[dict[tuple[int, int], Any]]:
-    """Returns, for each step, the fields that rewards have set in its answers."""
+    """Return, for each step, the fields that rewards have set in its answers."""
     crew.pool._rewards = Checks()  # type: ignore[assignment]
     outcomes = []
     for step in (crew.do() for _ in range(steps)):
@@ -571,13 +625,19 @@ def judged(crew: Crew, steps: int) -> list[dict[tuple[int, int], Any]]:
             for p, s, _, error in step.answers
             if (p, s) in step.trajectories
         )
-        counted = {place: t.metrics.get("reward/errors/check/timeout") for place, t in step.trajectories.items()}
-        outcomes.append({p: (t.reward, t.error, t.reward_error, counted[p]) for p, t in step.trajectories.items()})
+        counted = {
+            place: t.metrics.get("reward/errors/check/timeout") for place, t in step.trajectories.items()
+        }
+        outcomes.append(
+            {p: (t.reward, t.error, t.reward_error, counted[p]) for p, t in step.trajectories.items()}
+        )
     return outcomes
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_answers_whose_reward_failed_stay_failed_in_later_steps_and_after_a_kill(tmp_path: Path, ranks: int) -> None:
+def test_answers_whose_reward_failed_stay_failed_in_later_steps_and_after_a_kill(
+    tmp_path: Path, ranks: int
+) -> None:
     """Checkpoints keep failed answers while they wait; the reward function is not called again."""
     crew = Crew(config(ahead=2))
     straight = judged(crew, 8)
@@ -600,12 +660,19 @@ def test_answers_whose_reward_failed_stay_failed_in_later_steps_and_after_a_kill
         return steps
 
     before = on_ranks(ranks, begin) if ranks > 1 else [begin()]
-    waiting = [t for group in read_groups(tmp_path) for trajectories in group.done.values() for t in trajectories]
+    waiting = [
+        t
+        for group in read_groups(tmp_path)
+        for trajectories in group.done.values()
+        for t in trajectories
+    ]
     assert any(t.reward_error and t.error for t in waiting)
     after = on_ranks(ranks, lambda: go_on(before[0][1])) if ranks > 1 else [go_on(before[0][1])]
     for index, expected in enumerate(straight):
         steps = (
-            [outcomes[index] for outcomes, _ in before] if index < 4 else [outcomes[index - 4] for outcomes in after]
+            [outcomes[index] for outcomes, _ in before]
+            if index < 4
+            else [outcomes[index - 4] for outcomes in after]
         )
         assert {place: fate for step in steps for place, fate in step.items()} == expected
 

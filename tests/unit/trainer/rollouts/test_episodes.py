@@ -79,7 +79,10 @@ def test_levels_are_chosen_by_import_string(code: Path, monkeypatch: pytest.Monk
     assert sampler.function is None and sampler.sampler is not None
     assert plan(client=f"{code}:visit").function is not None
     with_tools = plan(tools=[f"{code}:add"], environment=f"{code}:Game")
-    assert [s["function"]["name"] for s in with_tools.data.chat_template_kwargs["tools"]] == ["add", "move"]
+    assert [s["function"]["name"] for s in with_tools.data.chat_template_kwargs["tools"]] == [
+        "add",
+        "move",
+    ]
     assert plan(tools=[f"{code}:add"], describe_tools=False).data.chat_template_kwargs == {}
     assert plan(tools=[f"{code}:add"], tool_parser="inline").function is not None
     messages = with_tools.messages([Prompt(0, (1,), {"prompt": "x"})])
@@ -96,7 +99,10 @@ def test_levels_are_chosen_by_import_string(code: Path, monkeypatch: pytest.Monk
         ({"custom": "FILE:Loop"}, "rollout.custom: .*bonus"),
         ({"custom": "own"}, "write pkg.mod:Name or path/file.py:Name"),
         ({"tools": ["FILE:number"]}, "rollout.tools: .* is int, not a function"),
-        ({"tools": ["FILE:swallows"]}, "rollout.tools: tool 'swallows' has 'rest', which cannot be passed"),
+        (
+            {"tools": ["FILE:swallows"]},
+            "rollout.tools: tool 'swallows' has 'rest', which cannot be passed",
+        ),
         ({"tools": ["FILE:add", "FILE:add"]}, "rollout.tools: two tools are named 'add'"),
         ({"environment": "FILE:Resetless"}, "must be a class with a method reset"),
         ({"environment": "FILE:add"}, "must be a class with a method reset"),
@@ -104,9 +110,13 @@ def test_levels_are_chosen_by_import_string(code: Path, monkeypatch: pytest.Monk
         ({"client": "FILE:number"}, "rollout.client: a client is a function"),
     ],
 )
-def test_unusable_functions_of_a_recipe_are_named(code: Path, rollout: dict[str, Any], reason: str) -> None:
-    named = {k: [s.replace("FILE", str(code)) for s in v] if k == "tools" else v.replace("FILE", str(code))
-             for k, v in rollout.items()}  # fmt: skip
+def test_unusable_functions_of_a_recipe_are_named(
+    code: Path, rollout: dict[str, Any], reason: str
+) -> None:
+    named = {
+        k: [s.replace("FILE", str(code)) for s in v] if k == "tools" else v.replace("FILE", str(code))
+        for k, v in rollout.items()
+    }
     with pytest.raises(UserError, match=reason) as caught:
         plan(**named)
     assert "\n" not in str(caught.value)
@@ -114,7 +124,9 @@ def test_unusable_functions_of_a_recipe_are_named(code: Path, rollout: dict[str,
 
 def test_a_rate_of_a_tool_that_does_not_exist_is_refused(code: Path) -> None:
     plan(tools=[f"{code}:add"], tool_rates={"add": 5})
-    with pytest.raises(UserError, match="rollout.tool_rates: there is no tool 'sub'; the tools are: add"):
+    with pytest.raises(
+        UserError, match="rollout.tool_rates: there is no tool 'sub'; the tools are: add"
+    ):
         plan(tools=[f"{code}:add"], tool_rates={"sub": 5})
     with pytest.raises(UserError, match="rollout.tool_rates: there is no tool 'sub'"):
         plan(environment=f"{code}:Game", tool_rates={"move": 2, "sub": 5})
@@ -126,9 +138,15 @@ def test_a_rate_of_a_tool_that_does_not_exist_is_refused(code: Path) -> None:
         ({"custom": "a:b", "sampler": "c:d"}, "rollout.custom and rollout.sampler are both set"),
         ({"tools": ["a:b"], "client": "c:d"}, "rollout.client calls its tools itself"),
         ({"kwargs": {"a": 1}}, "only environment, custom, sampler or client take them"),
-        ({"environment": "a:b", "tool_parser": "inline"}, "works with rollout.tools only: rollout.environment"),
+        (
+            {"environment": "a:b", "tool_parser": "inline"},
+            "works with rollout.tools only: rollout.environment",
+        ),
         ({"tool_error": "oops"}, "must have {error}"),
-        ({"tools": ["a:b"], "inline_tags": {"end": "!"}}, "rollout.inline_tags is set, but rollout.tool_parser is not"),
+        (
+            {"tools": ["a:b"], "inline_tags": {"end": "!"}},
+            "rollout.inline_tags is set, but rollout.tool_parser is not",
+        ),
         (
             {"tools": ["a:b"], "tool_parser": "inline", "inline_tags": {"start": "!", "end": "!"}},
             "start and end are both '!': set two different tags",
@@ -139,14 +157,23 @@ def test_combinations_that_mean_nothing_are_refused(rollout: dict[str, Any], rea
     (problem,) = problems("rollout.", **rollout)
     assert reason in problem
     assert problems("rollout.", environment="a:b", tools=["c:d"], kwargs={"a": 1}) == []
-    written = config(tools=["c:d"]).model_dump()["rollout"]  # as a run's config.yaml has it, defaults and all
+    # As a run's config.yaml has it, defaults and all
+    written = config(tools=["c:d"]).model_dump()["rollout"]
     assert problems("rollout.", **written) == []
 
 
 def test_a_reward_for_failures_is_refused_where_these_are_left_out() -> None:
     def about(**reward: Any) -> list[str]:
-        sections = {"model": {"path": "m"}, "data": {"path": "d"}, "reward": {"functions": ["exact_match"]} | reward}
-        return [p for p in find_problems(TrainConfig.model_validate(sections), "train") if p.startswith("reward.")]
+        sections = {
+            "model": {"path": "m"},
+            "data": {"path": "d"},
+            "reward": {"functions": ["exact_match"]} | reward,
+        }
+        return [
+            p
+            for p in find_problems(TrainConfig.model_validate(sections), "train")
+            if p.startswith("reward.")
+        ]
 
     (problem,) = about(error_reward=-1)
     assert problem == (
@@ -162,13 +189,17 @@ def test_a_custom_rollout_needs_no_reward_function() -> None:
 
 
 def problems(about: str, **settings: Any) -> list[str]:
-    return [problem for problem in find_problems(config(**settings), "train") if problem.startswith(about)]
+    return [
+        problem for problem in find_problems(config(**settings), "train") if problem.startswith(about)
+    ]
 
 
 def test_rewards_of_episode_and_functions_add_up_and_functions_see_the_last_answer() -> None:
     tokenizer = small_tokenizer()
     ids = tokenizer("callTOOLfinal", add_special_tokens=False)["input_ids"]
-    done = Trajectory(0, 0, [4], ids, [1] * 4 + [0] * 4 + [1] * 5, [-1.0] * 13, answer_start=8, reward=0.5)
+    done = Trajectory(
+        0, 0, [4], ids, [1] * 4 + [0] * 4 + [1] * 5, [-1.0] * 13, answer_start=8, reward=0.5
+    )
     done.reward_parts = {"environment": 0.5}
 
     class Scores:
@@ -192,14 +223,18 @@ def test_rewards_of_episode_and_functions_add_up_and_functions_see_the_last_answ
             RewardResult(-1.0, {}, "mine returned nan, which is not a finite float32", True),
             "reward: mine returned nan",
         ),
-        (3e38, RewardResult(1e38, {"mine": 1e38}), "the episode's own reward is 4e+38, which is not a finite float32"),
+        (
+            3e38,
+            RewardResult(1e38, {"mine": 1e38}),
+            "the episode's own reward is 4e+38, which is not a finite float32",
+        ),
         (0.0, RewardResult(-1.0, {}, "mine took longer than reward.timeout_s=1"), ""),
     ],
 )
 def test_an_episode_whose_reward_cannot_be_learned_from_has_failed(
     rollout_reward: float, result: RewardResult, sentence: str
 ) -> None:
-    """A reward function that fails to answer is another case: the recipe sets its reward."""
+    """Return a reward function that fails to answer is another case: the recipe sets its reward."""
 
     class Scores:
         labels = ("mine",)
@@ -227,9 +262,16 @@ WAYS = {"late": "timeout", "raises": "raised", "dies": "died", "nan": "unusable"
 
 
 @pytest.mark.parametrize("failed", ["leave_out", "error_reward"])
-def test_an_answer_whose_reward_failed_is_counted_named_and_left_out_of_its_group(tmp_path: Path, failed: str) -> None:
+def test_an_answer_whose_reward_failed_is_counted_named_and_left_out_of_its_group(
+    tmp_path: Path, failed: str
+) -> None:
     (tmp_path / "f.py").write_text(FAILING)
-    settings = {"functions": [f"{tmp_path}/f.py:checks"], "timeout_s": 2, "failed": failed, "error_reward": -1.0}
+    settings = {
+        "functions": [f"{tmp_path}/f.py:checks"],
+        "timeout_s": 2,
+        "failed": failed,
+        "error_reward": -1.0,
+    }
     tokenizer = small_tokenizer()
     done = [Trajectory(0, n, [4], [5], [1], [-1.0], reward=0.25) for n in range(len(WAYS))]
     with RewardPool(RewardConfig.model_validate(settings)) as pool:
@@ -244,12 +286,18 @@ def test_an_answer_whose_reward_failed_is_counted_named_and_left_out_of_its_grou
     check_failures(answers, 0.0)  # which is about other failures: reward.max_error_rate bounds these
     kept = [WAYS[way] for answer, way in zip(answers, WAYS, strict=True) if not answer.error]
     assert kept == ([""] if failed == "leave_out" else ["timeout", "raised", "died", ""])
-    assert [answer.reward for answer in answers] == [0 if a.error else -0.75 if a.misjudged else 1.25 for a in answers]
+    assert [answer.reward for answer in answers] == [
+        0 if a.error else -0.75 if a.misjudged else 1.25 for a in answers
+    ]
     ((*group,),) = make_groups(answers)
-    assert [episode[-1].sample_index for episode in group] == ([4] if failed == "leave_out" else [0, 1, 2, 4])
+    assert [episode[-1].sample_index for episode in group] == (
+        [4] if failed == "leave_out" else [0, 1, 2, 4]
+    )
     figures = rollout_metrics(answers)
     counted = {f"reward/errors/checks/{kind}": 1.0 for kind in WAYS.values() if kind}
-    assert {key: figures[key] for key in figures if key.startswith("reward/errors")} == counted | {"reward/errors": 4.0}
+    assert {key: figures[key] for key in figures if key.startswith("reward/errors")} == counted | {
+        "reward/errors": 4.0
+    }
     assert figures["rollout/failed"] == len(done) - len(kept)
     (line,) = failure_lines(answers, figures)
     assert line == (
@@ -258,7 +306,11 @@ def test_an_answer_whose_reward_failed_is_counted_named_and_left_out_of_its_grou
     )
     rows = answer_rows(answers, [Prompt(0, (4,), {})], tokenizer)
     errors = [row["error"] for row in rows]
-    assert ["checks took longer" in errors[0], "no verdict" in errors[1], "exit code 3" in errors[2]] == [True] * 3
+    assert [
+        "checks took longer" in errors[0],
+        "no verdict" in errors[1],
+        "exit code 3" in errors[2],
+    ] == [True] * 3
     assert "returned nan" in errors[3] and errors[4] == ""
 
 
@@ -270,7 +322,10 @@ def trl(completions, abstains, **columns): return [None if "trl" in names else 2
 
 def test_an_answer_from_which_all_functions_abstain_leaves_its_group(tmp_path: Path) -> None:
     (tmp_path / "f.py").write_text(TASKS)
-    settings = {"functions": [f"{tmp_path}/f.py:plain", {"name": f"{tmp_path}/f.py:trl", "weight": 0.25}], "workers": 1}
+    settings = {
+        "functions": [f"{tmp_path}/f.py:plain", {"name": f"{tmp_path}/f.py:trl", "weight": 0.25}],
+        "workers": 1,
+    }
     tokenizer = small_tokenizer()
     abstains = ["", "plain", "trl", "plain trl", "plain trl"]
     done = [Trajectory(0, sample, [4], [5], [1], [-1.0]) for sample in range(len(abstains))]
@@ -283,7 +338,11 @@ def test_an_answer_from_which_all_functions_abstain_leaves_its_group(tmp_path: P
                 await pool.score(trajectory, Prompt(0, (4,), {"abstains": names, "prompt": "?"}))
 
         asyncio.run(judge())
-        assert rewards.take_counts() == {"reward/calls": 5.0, "reward/errors/plain": 0.0, "reward/errors/trl": 0.0}
+        assert rewards.take_counts() == {
+            "reward/calls": 5.0,
+            "reward/errors/plain": 0.0,
+            "reward/errors/trl": 0.0,
+        }
     answers = as_answers(done)
     check_failures(answers, 0.0)
     assert [answer.reward for answer in answers] == [0.5 + 0.5, 0.5, 0.5, 0.0, 0.0]
@@ -305,7 +364,13 @@ def test_an_answer_from_which_all_functions_abstain_leaves_its_group(tmp_path: P
     assert {key: figures[f"reward/{key}"] for key in expected} == pytest.approx(expected)
     assert figures["rollout/failed"] == 0
     rows = answer_rows(answers, [Prompt(0, (4,), {})], tokenizer)
-    assert [(row["reward"], row["error"]) for row in rows] == [(1.0, ""), (0.5, ""), (0.5, ""), (None, ""), (0.0, "")]
+    assert [(row["reward"], row["error"]) for row in rows] == [
+        (1.0, ""),
+        (0.5, ""),
+        (0.5, ""),
+        (None, ""),
+        (0.0, ""),
+    ]
     assert list(failure_lines(answers, figures)) == []
     assert "abstained from every answer" in next(failure_lines(answers[3:4], {}))
 
@@ -319,9 +384,11 @@ def test_only_the_last_answer_of_an_episode_has_to_be_judged() -> None:
 
 
 def test_figures_of_the_run_win_over_rewards_of_the_same_name() -> None:
-    """A client or an environment may give its rewards any name."""
+    """Return a client or an environment may give its rewards any name."""
     parts = {"mean": -7.0, "std": 99.0, "errors": 5.0, "own": 3.0}
-    figures = rollout_metrics(as_answers([Trajectory(0, n, [1], reward=1.0, reward_parts=parts) for n in range(4)]))
+    figures = rollout_metrics(
+        as_answers([Trajectory(0, n, [1], reward=1.0, reward_parts=parts) for n in range(4)])
+    )
     assert [figures[f"reward/{name}"] for name in parts] == [1.0, 0.0, 0.0, 3.0]
     plain = rollout_metrics(as_answers([Trajectory(0, 0, [1])]))
     assert {key.partition("/")[2] for key in plain if key.startswith("reward/")} == set(TAKEN)
@@ -341,10 +408,14 @@ def test_failed_episodes_are_counted_once_whatever_they_sampled() -> None:
 def test_too_many_failed_episodes_end_the_run_with_the_first_error() -> None:
     failed = [Trajectory(0, i, [1], error=f"KeyError: {i}" if i < 2 else "") for i in range(10)]
     check_failures(as_answers(failed), 0.2)
-    with pytest.raises(RolloutError, match=r"2 of 10 episodes failed, more than rollout.max_error_rate=0.1 .* 0"):
+    with pytest.raises(
+        RolloutError, match=r"2 of 10 episodes failed, more than rollout.max_error_rate=0.1 .* 0"
+    ):
         check_failures(as_answers(failed), 0.1)
     # An episode of many trajectories, one or all of which failed, is one that failed.
-    failed += [Trajectory(0, 1, [1], error="") for _ in range(5)] + [Trajectory(0, 0, [1], error="again")] * 5
+    failed += [Trajectory(0, 1, [1], error="") for _ in range(5)] + [
+        Trajectory(0, 0, [1], error="again")
+    ] * 5
     check_failures(as_answers(failed), 0.2)
     with pytest.raises(RolloutError, match=r"2 of 10 episodes failed"):
         check_failures(as_answers(failed), 0.19)
@@ -352,10 +423,14 @@ def test_too_many_failed_episodes_end_the_run_with_the_first_error() -> None:
 
 def test_figures_count_what_the_policy_sampled_and_what_tools_did() -> None:
     def done(sample: int, **metrics: float) -> Trajectory:
-        return Trajectory(0, sample, [1], [7, 8, 9], [1, 0, 1], [-1.0, 0.0, -1.0], turns=2, metrics=dict(metrics))
+        return Trajectory(
+            0, sample, [1], [7, 8, 9], [1, 0, 1], [-1.0, 0.0, -1.0], turns=2, metrics=dict(metrics)
+        )
 
     figures = rollout_metrics(
-        as_answers([done(0, **{"tools/calls": 3.0, "tools/errors": 1.0}), done(1, **{"tools/calls": 1.0})])
+        as_answers(
+            [done(0, **{"tools/calls": 3.0, "tools/errors": 1.0}), done(1, **{"tools/calls": 1.0})]
+        )
     )
     assert figures["rollout_tokens"] == 4 and figures["length/mean"] == 2 and figures["turns/mean"] == 2
     assert figures["tools/calls"] == 4 and figures["tools/failure_rate"] == 0.25

@@ -57,7 +57,7 @@ class ClaimingEngine:
 
 
 def claimed_by_engine(prompts: int, waiting: list[bool], late: bool = False) -> list[int]:
-    """Returns the number of prompts of a step that each of eight engines takes, each on its own event loop.
+    """Return the number of prompts of a step that each of eight engines takes, each on its own event loop.
 
     `late`: the last engine begins when nothing is left.
     """

@@ -1,4 +1,4 @@
-"""Answers stay on disk until a checkpoint contains their effect; and the choice of those that are sampled again."""
+"""Answer stay on disk until a checkpoint contains their effect; and the choice of those that are sampled again."""
 
 import random
 from collections.abc import Callable
@@ -23,7 +23,9 @@ Steps = list[dict[tuple[int, int], Trajectory]]
 def recipe(folder: Path, **sections: Any) -> TrainConfig:
     sections["checkpoint"] = {"rollouts": True} | sections.get("checkpoint", {})
     base = config(None, **sections)
-    return base.model_copy(update={"run": base.run.model_copy(update={"output_dir": folder, "name": "run"})})
+    return base.model_copy(
+        update={"run": base.run.model_copy(update={"output_dir": folder, "name": "run"})}
+    )
 
 
 class Session(Crew):
@@ -42,7 +44,7 @@ class Session(Crew):
 
 
 def run(run_config: TrainConfig, steps: int, ranks: int = 1) -> tuple[Steps, int]:
-    """Returns the steps of a session, of all ranks together, and the number of answers sampled for them."""
+    """Return the steps of a session, of all ranks together, and the number of answers sampled for them."""
     store = HashStore()
 
     def one() -> tuple[Steps, int]:
@@ -66,12 +68,12 @@ def run(run_config: TrainConfig, steps: int, ranks: int = 1) -> tuple[Steps, int
 
 
 def together(rank_steps: list[Steps], index: int) -> dict[tuple[int, int], Trajectory]:
-    """Returns all ranks' trajectories of a step."""
+    """Return all ranks' trajectories of a step."""
     return {place: trajectory for steps in rank_steps for place, trajectory in steps[index].items()}
 
 
 def files(run_config: TrainConfig) -> set[int]:
-    """Returns the steps that have a file in the journal."""
+    """Return the steps that have a file in the journal."""
     return {int(file.name.partition(".")[0]) for file in (run_config.run.folder / "answers").iterdir()}
 
 
@@ -105,10 +107,14 @@ def of_another_rank(run_config: TrainConfig) -> TrainConfig:
 
 
 def not_resumed(run_config: TrainConfig) -> TrainConfig:
-    return run_config.model_copy(update={"checkpoint": run_config.checkpoint.model_copy(update={"resume": "none"})})
+    return run_config.model_copy(
+        update={"checkpoint": run_config.checkpoint.model_copy(update={"resume": "none"})}
+    )
 
 
-@pytest.mark.parametrize(("change", "reused"), [(other_key, 0), (torn, 1), (of_another_rank, 1), (not_resumed, 0)])
+@pytest.mark.parametrize(
+    ("change", "reused"), [(other_key, 0), (torn, 1), (of_another_rank, 1), (not_resumed, 0)]
+)
 def test_steps_are_sampled_from_the_first_missing_journal_file_on(
     tmp_path: Path, change: Callable[[TrainConfig], TrainConfig], reused: int
 ) -> None:

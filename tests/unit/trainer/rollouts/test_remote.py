@@ -41,7 +41,9 @@ def test_settings_that_go_with_engines_apart_are_accepted() -> None:
     assert not problems(engine=RANKS | {"ranks": 2, "tensor_parallel_size": 2}, rollout={"lag": 1})
     assert not problems(engine=RANKS, lora={"rank": 4, "sync": "merged"})
     assert not problems(engine=RANKS, lora={"rank": 4}, rollout={"slice_tokens": 8, "lag": 1})
-    assert not problems(engine=RANKS, checkpoint={"rollouts": True}, model={"path": "m", "routes": "engine"})
+    assert not problems(
+        engine=RANKS, checkpoint={"rollouts": True}, model={"path": "m", "routes": "engine"}
+    )
     assert not problems(engine={"placement": "ray", "replicas": 7, "tensor_parallel_size": 8})
 
 
@@ -67,7 +69,7 @@ def test_settings_that_exclude_engines_apart_are_named(sections: dict[str, Any],
 
 
 def of_rank(number: int, version: int = 3, step: int = 1) -> list[Round]:
-    """Returns two rounds of an engine's rank, of which the second is empty."""
+    """Return two rounds of an engine's rank, of which the second is empty."""
     sampled = [Trajectory(number, n, [1], [2], [1], [-0.5], weight_version=version) for n in range(2)]
     states = {number: f"state {number}"}
     return [
@@ -80,7 +82,9 @@ def test_answers_of_another_version_than_step_and_lag_prescribe_raise_and_name_b
     check_version(of_rank(0, 3, step=5), version=3, lag=1, cut=False)
     check_version(of_rank(0, 2, step=5), version=3, lag=1, cut=True)  # answers that have gone on
     for other, cut in ((4, False), (4, True), (2, False)):
-        with pytest.raises(EngineStateError, match=r"version [24] .* step 5, which at rollout.lag = 1 .* version 3"):
+        with pytest.raises(
+            EngineStateError, match=r"version [24] .* step 5, which at rollout.lag = 1 .* version 3"
+        ):
             check_version(of_rank(0, other, step=5), version=3, lag=1, cut=cut)
 
 
@@ -93,7 +97,9 @@ def test_answers_that_two_ranks_have_kept_are_all_read_by_one(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("training", "generating"), [(1, 1), (2, 1), (1, 2), (2, 3)])
-def test_every_answer_is_handed_to_one_rank_that_trains_and_its_rounds_to_all(training: int, generating: int) -> None:
+def test_every_answer_is_handed_to_one_rank_that_trains_and_its_rounds_to_all(
+    training: int, generating: int
+) -> None:
     def crew() -> Any:
         if rank() < training:
             return receive_rounds()
@@ -106,13 +112,20 @@ def test_every_answer_is_handed_to_one_rank_that_trains_and_its_rounds_to_all(tr
     groups = sorted(group.place for _, second in taken for group in second.groups)
     assert groups == [*range(training, training + generating)]
     assert sum(len(second.untrained) for _, second in taken) == generating
-    assert all(first.places == [4, 5] and second.position == 8 and not second.trajectories for first, second in taken)
+    assert all(
+        first.places == [4, 5] and second.position == 8 and not second.trajectories
+        for first, second in taken
+    )
     states = {number: f"state {number}" for number in range(training, training + generating)}
     assert all(second.random_states == states for _, second in taken)
     together = [trajectory for first, _ in taken for trajectory in first.trajectories]
-    expected = [t for number in range(training, training + generating) for t in of_rank(number)[0].trajectories]
+    expected = [
+        t for number in range(training, training + generating) for t in of_rank(number)[0].trajectories
+    ]
     assert sorted(together, key=lambda t: (t.prompt_index, t.sample_index)) == expected
-    assert all(first.trajectories for first, _ in taken[:generating]), "none has them all while another has none"
+    assert all(first.trajectories for first, _ in taken[:generating]), (
+        "none has them all while another has none"
+    )
 
 
 def test_a_message_of_one_engine_reaches_all_trainers_and_an_error_everybody() -> None:
@@ -161,11 +174,15 @@ def test_a_step_is_ordered_from_its_prompts_on_and_with_a_lag_one_shift_before(
     for lag in (0, 1):
         source, engines = remote_source(lag, steps=3)
         for step in (1, 2, 3):
-            monkeypatch.setattr("trainer.rollouts.remote.receive_rounds", lambda: [Round(version=3, position=8 * step)])  # noqa: B023
+            monkeypatch.setattr(
+                "trainer.rollouts.remote.receive_rounds", lambda: [Round(version=3, position=8 * step)]
+            )  # noqa: B023
             source.produce(Order(step, 3, 8 * (step - 1)))
             expected = [("sample", number + 1, 8 * number) for number in range(step)]
             assert engines.orders == expected
-            assert (engines.then is not None) == (lag == 1 and step < 3), "none is ordered after the last"
+            assert (engines.then is not None) == (lag == 1 and step < 3), (
+                "none is ordered after the last"
+            )
             if engines.then is not None:
                 engines.then()  # before the policy learns
                 assert engines.orders == [*expected, ("sample", step + 1, 8 * step)]
@@ -213,11 +230,16 @@ def test_a_step_that_is_replayed_leaves_the_engines_as_if_they_had_sampled_it() 
 
 
 def cut_step(version: int) -> list[Round]:
-    """Returns the round of an engine whose answers are cut: one group is complete, another goes on."""
-    complete = [Trajectory(0, n, [1], [2, 3], [1, 1], [-0.5, -0.6], versions=[(2, 0), (version, 1)]) for n in range(2)]
+    """Return the round of an engine whose answers are cut: one group is complete, another goes on."""
+    complete = [
+        Trajectory(0, n, [1], [2, 3], [1, 1], [-0.5, -0.6], versions=[(2, 0), (version, 1)])
+        for n in range(2)
+    ]
     figures = {"stale/share": 0.5, "stale/age_mean": 1.0, "stale/age_max": 2.0, "carry/slices": 3.0}
     going_on = [CarriedGroup(6, 1, unfinished={0: Unfinished([1, 6], 8, 1)})]
-    cut_round = Round(2, version, trajectories=complete, places=[4], position=9, figures=figures, groups=going_on)
+    cut_round = Round(
+        2, version, trajectories=complete, places=[4], position=9, figures=figures, groups=going_on
+    )
     cut_round.untrained = complete[:1]
     return [cut_round]
 
@@ -232,7 +254,12 @@ def test_unfinished_answers_are_reported_by_their_place_and_kept(
     [taken] = batch.rounds
     assert taken.places == [4] and batch.position == 9
     assert [answer.old for answer in batch.answers] == [1 + lag] * 2
-    figures = {"stale/share": 0.5 + lag / 2, "stale/age_mean": 1.0 + lag, "stale/age_max": 2.0 + lag, "carry/slices": 3}
+    figures = {
+        "stale/share": 0.5 + lag / 2,
+        "stale/age_mean": 1.0 + lag,
+        "stale/age_max": 2.0 + lag,
+        "carry/slices": 3,
+    }
     assert taken.figures == figures and len(source.untrained()) == 1 - lag
     for _ in range(2):
         (tmp_path / "carried_0.msgpack").write_bytes(source.carried())

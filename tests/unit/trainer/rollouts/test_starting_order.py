@@ -25,7 +25,7 @@ PROMPTS = [Prompt(100 + index, (5, index), {}) for index in range(6)]
 
 
 def answered(lengths: dict[int, int] | None, place: int = 0) -> tuple[list[Answer], list[int]]:
-    """Returns the answers to a step of prompts from `place` on, and the prompts' ids in the order in which
+    """Return the answers to a step of prompts from `place` on, and the prompts' ids in the order in which
     they began.
     """
 
@@ -36,7 +36,9 @@ def answered(lengths: dict[int, int] | None, place: int = 0) -> tuple[list[Answe
     engine, thread = ScriptedEngine(drawn, max_num_seqs=1), EngineThread()
     engine.not_finite = None  # type: ignore[attr-defined]
     claims: list[str] = []
-    store = SimpleNamespace(add=lambda key, count: claims.append(key) or len(claims), check=lambda keys: False)
+    store = SimpleNamespace(
+        add=lambda key, count: claims.append(key) or len(claims), check=lambda keys: False
+    )
     rewards = SimpleNamespace(labels=[], take_counts=dict, check_error_rate=lambda counts: None)
     tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
     level = SimpleNamespace(function=one_shot, messages=lambda prompts: None, image_rules=None)
@@ -65,14 +67,16 @@ def test_the_longest_begin_first_and_the_answers_stay_the_same() -> None:
     assert trajectories_of(sorted_answers) == trajectories_of(plain)
     # Of each prompt the longest of its group is remembered, and decides from then on.
     longest = {
-        prompt.id: max(len(a.trajectory.response_ids) for a in plain if a.trajectory and a.prompt_index == index)
+        prompt.id: max(
+            len(a.trajectory.response_ids) for a in plain if a.trajectory and a.prompt_index == index
+        )
         for index, prompt in enumerate(PROMPTS[:4])
     }
     assert lengths == longest
     again, order = answered(lengths)
-    assert order == sorted(longest, key=lambda prompt: -longest[prompt]) and trajectories_of(again) == trajectories_of(
-        plain
-    )
+    assert order == sorted(longest, key=lambda prompt: -longest[prompt]) and trajectories_of(
+        again
+    ) == trajectories_of(plain)
 
 
 def test_episodes_that_failed_say_nothing_of_their_length() -> None:
@@ -86,7 +90,11 @@ def test_episodes_that_failed_say_nothing_of_their_length() -> None:
 
 @pytest.mark.parametrize("data", ["rows", "others"])
 def test_a_checkpoint_keeps_the_lengths_of_its_data(tmp_path: Path, data: str) -> None:
-    sections = {"model": {"path": "m"}, "data": {"path": "d"}, "run": {"output_dir": str(tmp_path), "name": "run"}}
+    sections = {
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "run": {"output_dir": str(tmp_path), "name": "run"},
+    }
     anyway = {"checkpoint": {"resume_anyway": ["data"]}}
     config = TrainConfig.model_validate(sections | anyway)
     state = RunState(step=1, prompts=4, lengths={3: 17, 12: 5})

@@ -16,13 +16,13 @@ PROMPTS = PromptDataset([Prompt(i, (i,), {}) for i in range(30)])
 
 
 def empty(**algorithm: Any) -> StepBatch:
-    """Returns the batch of a step without any round yet."""
+    """Return the batch of a step without any round yet."""
     config = make_config(algorithm=algorithm, batch={"prompts_per_step": 4}, run={"seed": 5})
     return StepBatch(config, PROMPTS)
 
 
 def answers(prompts: list[Prompt]) -> list[Trajectory]:
-    """Returns two answers for each prompt; those to a prompt whose number is divisible by three are always right."""
+    """Return two answers for each prompt; those to a prompt whose number is divisible by three are always right."""
     return [
         Trajectory(place, sample, [1], [2], [1], [-1.0], reward=float(sample or prompt.id % 3 == 0))
         for place, prompt in enumerate(prompts)
@@ -31,12 +31,12 @@ def answers(prompts: list[Prompt]) -> list[Trajectory]:
 
 
 def add(batch: StepBatch, positions: Sequence[int], trajectories: list[Trajectory]) -> None:
-    """Adds a round of the prompts at these positions."""
+    """Add a round of the prompts at these positions."""
     batch.add(sampled_round(as_answers(trajectories), 1, 0, positions, positions[-1] + 1))
 
 
 def run_step(batch: StepBatch, position: int) -> int:
-    """Runs all rounds of a step; returns the position after it."""
+    """Run all rounds of a step; return the position after it."""
     while batch.missing:
         positions = range(position, position + batch.missing)
         add(batch, positions, answers(PROMPTS.take(position, batch.missing, seed=5)))
@@ -45,7 +45,7 @@ def run_step(batch: StepBatch, position: int) -> int:
 
 
 def kept(batch: StepBatch) -> list[int]:
-    """Returns the prompts that are trained on, by number, each with both its answers."""
+    """Return the prompts that are trained on, by number, each with both its answers."""
     kept, groups = batch.kept()
     indices = [t.prompt_index for t in kept]
     assert indices == sorted(list(dict.fromkeys(indices)) * 2)
@@ -62,7 +62,7 @@ def test_one_round_trains_on_all_groups() -> None:
 @pytest.mark.parametrize("oversampling", [1.0, 1.5])
 @pytest.mark.parametrize("position", [0, 4, 17])
 def test_rounds_go_on_until_enough_groups_have_a_signal(oversampling: float, position: int) -> None:
-    """The groups trained on are the first with a signal in the order of prompts, however they were sampled."""
+    """Return the groups trained on are the first with a signal in the order of prompts, however they were sampled."""
     batch = empty(sampling_rounds=10, oversampling=oversampling)
     end = run_step(batch, position)
     seen = [p.id for p in PROMPTS.take(position, end - position, seed=5)]

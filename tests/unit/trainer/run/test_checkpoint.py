@@ -26,7 +26,8 @@ from trainer.run import checkpoint
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 VOCABULARY = 257
-logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.ERROR)  # or pytest collects its thousands of lines
+# Or pytest collects its thousands of lines
+logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.ERROR)
 
 
 class TinyPolicy:
@@ -62,7 +63,7 @@ class WeightsOnly(TinyPolicy):
 
 
 def constant(value: float) -> WeightsOnly:
-    """Returns a policy whose every weight is `value`."""
+    """Return a policy whose every weight is `value`."""
     policy = WeightsOnly()
     for parameter in policy.model.parameters():
         torch.nn.init.constant_(parameter, value)
@@ -72,7 +73,9 @@ def constant(value: float) -> WeightsOnly:
 def test_a_loaded_checkpoint_equals_the_saved_one_random_states_included(tmp_path: Path) -> None:
     policy = TinyPolicy()
     saved = {key: value.clone() for key, value in policy.model.state_dict().items()}
-    path = checkpoint.save(tmp_path, 3, {"policy": policy}, {"fingerprint": "abc", "counters": {"skipped": 2}})
+    path = checkpoint.save(
+        tmp_path, 3, {"policy": policy}, {"fingerprint": "abc", "counters": {"skipped": 2}}
+    )
     drawn = (random.random(), numpy.random.rand(), torch.rand(3).tolist(), random.gauss(0, 1))
     inputs = torch.arange(8.0).view(2, 4)
     policy.learn(inputs)
@@ -81,7 +84,11 @@ def test_a_loaded_checkpoint_equals_the_saved_one_random_states_included(tmp_pat
     assert path == tmp_path / "step_3" == checkpoint.latest_complete(tmp_path)
     extra = checkpoint.load(path, {"policy": other})
     standard_fields = {"step": 3, "world_size": 1}
-    assert extra == {"fingerprint": "abc", "counters": {"skipped": 2}} | standard_fields == checkpoint.verify(path)
+    assert (
+        extra
+        == {"fingerprint": "abc", "counters": {"skipped": 2}} | standard_fields
+        == checkpoint.verify(path)
+    )
     assert (random.random(), numpy.random.rand(), torch.rand(3).tolist(), random.gauss(0, 1)) == drawn
     assert all(torch.equal(value, saved[key]) for key, value in other.model.state_dict().items())
     other.learn(inputs)  # Adam's moments and step count came along
@@ -107,7 +114,7 @@ class DyingFiles:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def install(self) -> None:
-        """Replaces the calls for good, so only in a child that is about to die."""
+        """Replace the calls for good, so only in a child that is about to die."""
         for name in ("rename", "replace", "mkdir", "fsync", "unlink", "rmdir"):
             setattr(os, name, self.before(getattr(os, name)))
         plain_open = io.open
@@ -147,7 +154,7 @@ class DyingStream:
 
 
 def save_and_die(folder: Path, last: int) -> bool:
-    """Saves step 3 and prunes to two in a child, where step 1 and 2 exist; returns whether the child was killed on the
+    """Save step 3 and prunes to two in a child, where step 1 and 2 exist; return whether the child was killed on the
     way.
     """
     policy = constant(3.0)  # beside a CUDA build autograd has threads, and refuses to work in a fork
@@ -163,7 +170,9 @@ def save_and_die(folder: Path, last: int) -> bool:
     return code != 0
 
 
-def test_killed_at_every_write_the_newest_complete_one_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_at_every_write_the_newest_complete_one_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         os, "fsync", lambda _: None
     )  # counted all the same; a killed process loses no page of the cache
@@ -187,7 +196,8 @@ def test_killed_at_every_write_the_newest_complete_one_loads(tmp_path: Path, mon
         checkpoint.remove_unfinished(folder)
         assert all((path / "COMPLETE").exists() for path in folder.iterdir())
     assert len(seen) > 20, len(seen)
-    assert seen == sorted(seen) and set(seen) == {2, 3}  # one moment at which it becomes visible, and never a step back
+    # One moment at which it becomes visible, and never a step back
+    assert seen == sorted(seen) and set(seen) == {2, 3}
 
 
 def test_unfinished_checkpoints_are_invisible_refused_and_named_when_removed(
@@ -202,18 +212,26 @@ def test_unfinished_checkpoints_are_invisible_refused_and_named_when_removed(
     assert checkpoint.latest_complete(tmp_path) == tmp_path / "step_9"
     assert checkpoint.latest_complete(tmp_path / "nowhere") is None
     for name in ("step_10", "step_11.tmp", "step_12"):
-        with pytest.raises(UserError, match=rf"{name} does not exist or was not finished; the newest .*step_9$"):
+        with pytest.raises(
+            UserError, match=rf"{name} does not exist or was not finished; the newest .*step_9$"
+        ):
             checkpoint.load(tmp_path / name, {"policy": TinyPolicy()})
     checkpoint.remove_unfinished(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_9"]
     lines = capsys.readouterr().err.splitlines()
     removed = [tmp_path / name for name in ("step_10", "step_11.tmp")]
-    assert lines == [f"[hotbunk] removing {path}, which a killed run has left unfinished" for path in removed]
+    assert lines == [
+        f"[hotbunk] removing {path}, which a killed run has left unfinished" for path in removed
+    ]
     checkpoint.remove_unfinished(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(0, [10]), (1, [10]), (2, [9, 10]), (3, [2, 9, 10]), (9, [1, 2, 9, 10])])
-def test_pruning_counts_complete_checkpoints_and_spares_the_newest(tmp_path: Path, keep: int, kept: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(0, [10]), (1, [10]), (2, [9, 10]), (3, [2, 9, 10]), (9, [1, 2, 9, 10])]
+)
+def test_pruning_counts_complete_checkpoints_and_spares_the_newest(
+    tmp_path: Path, keep: int, kept: list[int]
+) -> None:
     for step in (1, 2, 9, 10, 11):
         (tmp_path / f"step_{step}").mkdir()
         (tmp_path / f"step_{step}" / "COMPLETE").touch()
@@ -223,7 +241,7 @@ def test_pruning_counts_complete_checkpoints_and_spares_the_newest(tmp_path: Pat
 
 
 def save_scores(folder: Path, scores: dict[int, float | None]) -> None:
-    """Saves complete checkpoints that hold only the figure they were saved with."""
+    """Save complete checkpoints that hold only the figure they were saved with."""
     for step, score in scores.items():
         path = folder / f"step_{step}"
         path.mkdir()
@@ -251,8 +269,11 @@ def digest_again(path: Path) -> None:
 def test_neither_the_newest_nor_the_best_are_deleted(
     tmp_path: Path, keep: int, best: int, metric: str, kept: list[int]
 ) -> None:
-    save_scores(tmp_path, {1: 0.5, 2: 0.9, 3: 0.5, 4: -1.0, 5: 2.0, 6: 2.0, 7: None, 8: math.nan, 9: 0.1})
-    (tmp_path / "step_5" / "extra.json").write_text('{"metrics": {"score": 2.0')  # of damaged ones nothing is known
+    save_scores(
+        tmp_path, {1: 0.5, 2: 0.9, 3: 0.5, 4: -1.0, 5: 2.0, 6: 2.0, 7: None, 8: math.nan, 9: 0.1}
+    )
+    # Of damaged ones nothing is known
+    (tmp_path / "step_5" / "extra.json").write_text('{"metrics": {"score": 2.0')
     (tmp_path / "step_6" / "extra.json").write_text('{"metrics": [], "step": 6, "world_size": 1}')
     digest_again(tmp_path / "step_6")
     checkpoint.prune(tmp_path, keep, best, metric)
@@ -267,7 +288,7 @@ def test_a_run_that_starts_over_leaves_its_former_checkpoints_behind(tmp_path: P
 
 
 def linked(folder: Path) -> Path:
-    """Makes four checkpoints, of which the first has been moved away with a link in its place; returns where it is."""
+    """Make four checkpoints, of which the first has been moved away with a link in its place; return where it is."""
     for step in (2, 4, 6, 8):
         checkpoint.save(folder / "run", step, {"policy": constant(1.0)}, {})
     (folder / "run" / "step_2").rename(folder / "archived")
@@ -275,12 +296,18 @@ def linked(folder: Path) -> Path:
     return folder / "archived"
 
 
-@pytest.mark.parametrize("delete", [partial(checkpoint.prune, keep=2), partial(checkpoint.drop_later, step=0)])
-def test_deleting_a_linked_checkpoint_deletes_only_the_link(delete: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "delete", [partial(checkpoint.prune, keep=2), partial(checkpoint.drop_later, step=0)]
+)
+def test_deleting_a_linked_checkpoint_deletes_only_the_link(
+    delete: Callable[[Path], None], tmp_path: Path
+) -> None:
     archived = linked(tmp_path)
     before = {file.name: file.read_bytes() for file in archived.iterdir()}
     delete(tmp_path / "run")
-    assert not os.path.lexists(tmp_path / "run" / "step_2") and not (tmp_path / "run" / "step_4").exists()
+    assert (
+        not os.path.lexists(tmp_path / "run" / "step_2") and not (tmp_path / "run" / "step_4").exists()
+    )
     assert {file.name: file.read_bytes() for file in archived.iterdir()} == before
     checkpoint.remove_unfinished(tmp_path / "run")  # the next start
 
@@ -297,8 +324,13 @@ def test_links_that_lead_nowhere_or_to_what_is_unfinished_do_no_harm(tmp_path: P
     checkpoint.prune(run, keep=9)
     assert checkpoint.latest_complete(run) == run / "step_8"
     for step in (2, 9):  # a run that comes to such a step writes its own
-        assert checkpoint.load(checkpoint.save(run, step, {"policy": constant(1.0)}, {}), {"policy": WeightsOnly()})
-    assert not any(path.is_symlink() for path in run.iterdir()) and (tmp_path / "away" / "extra.json").is_file()
+        assert checkpoint.load(
+            checkpoint.save(run, step, {"policy": constant(1.0)}, {}), {"policy": WeightsOnly()}
+        )
+    assert (
+        not any(path.is_symlink() for path in run.iterdir())
+        and (tmp_path / "away" / "extra.json").is_file()
+    )
 
 
 def test_training_does_not_change_a_snapshot_on_the_host(tmp_path: Path) -> None:
@@ -327,7 +359,9 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 
 def test_another_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, 1, {"policy": TinyPolicy()}, {})
-    with pytest.raises(UserError, match="does not fit this model: policy.model.weight is .*size") as caught:
+    with pytest.raises(
+        UserError, match="does not fit this model: policy.model.weight is .*size"
+    ) as caught:
         checkpoint.load(path, {"policy": TinyPolicy(vocabulary=256)})
     assert len(str(caught.value).splitlines()) == 1
 
@@ -355,7 +389,9 @@ def test_the_small_files_are_plain_json(tmp_path: Path) -> None:
 def test_only_tensors_are_kept(tmp_path: Path) -> None:
     policy = TinyPolicy()
     policy.state_dict = lambda: {"model": {"rate": 0.1}}  # type: ignore[method-assign]
-    with pytest.raises(TypeError, match="policy.model.rate is a float, but a checkpoint can only contain tensors"):
+    with pytest.raises(
+        TypeError, match="policy.model.rate is a float, but a checkpoint can only contain tensors"
+    ):
         checkpoint.save(tmp_path, 1, {"policy": policy}, {})
 
 

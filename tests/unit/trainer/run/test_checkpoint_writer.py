@@ -74,7 +74,9 @@ def test_training_goes_on_while_the_moment_of_the_call_is_written(tmp_path: Path
     assert disk.written == [(1, 0.0), (2, 1.0)]
 
 
-def test_a_checkpoint_is_written_when_save_returns_if_not_in_the_background(tmp_path: Path, disk: Disk) -> None:
+def test_a_checkpoint_is_written_when_save_returns_if_not_in_the_background(
+    tmp_path: Path, disk: Disk
+) -> None:
     disk.may_write.set()
     writer(tmp_path, background=False).save(1, {"counter": Counter()}, {}, {})
     assert disk.written == [(1, 0.0)]
@@ -90,7 +92,9 @@ def test_at_most_one_checkpoint_is_being_written(tmp_path: Path, disk: Disk) -> 
 
 
 @pytest.mark.parametrize("told_by", ["wait", "save"])
-def test_an_error_of_the_writer_is_raised_once_by_the_next_call(tmp_path: Path, disk: Disk, told_by: str) -> None:
+def test_an_error_of_the_writer_is_raised_once_by_the_next_call(
+    tmp_path: Path, disk: Disk, told_by: str
+) -> None:
     disk.error = OSError(28, "No space left on device")
     saving = writer(tmp_path)
     saving.save(1, {"counter": Counter()}, {}, {})
@@ -106,7 +110,7 @@ def test_an_error_of_the_writer_is_raised_once_by_the_next_call(tmp_path: Path, 
 def test_a_full_disk_is_waited_for_and_training_goes_on(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The writing thread waits alone; the checkpoint has the state of the call."""
+    """Return the writing thread waits alone; the checkpoint has the state of the call."""
     pauses: list[float] = []
 
     def pause(seconds: float) -> None:
@@ -115,13 +119,17 @@ def test_a_full_disk_is_waited_for_and_training_goes_on(
             disk.error = None
 
     monkeypatch.setattr(records, "time", SimpleNamespace(sleep=pause))
-    disk.error = RuntimeError("phase checkpoint (write) failed on rank 1: OSError: [Errno 28] No space left on device")
+    disk.error = RuntimeError(
+        "phase checkpoint (write) failed on rank 1: OSError: [Errno 28] No space left on device"
+    )
     counter, saving = Counter(), writer(tmp_path, patience_s=600.0, timeout=60)
     saving.save(1, {"counter": counter}, {}, {})
     disk.may_write.set()
     saving.wait()
     assert pauses == [10.0, 10.0] and disk.written == [(1, 0.0)]
-    assert "step_1 cannot be written: phase checkpoint (write) failed on rank 1" in capsys.readouterr().err
+    assert (
+        "step_1 cannot be written: phase checkpoint (write) failed on rank 1" in capsys.readouterr().err
+    )
     disk.error = OSError(13, "Permission denied")
     saving.save(2, {"counter": counter}, {}, {})
     with pytest.raises(OSError, match="Permission"):
@@ -129,7 +137,9 @@ def test_a_full_disk_is_waited_for_and_training_goes_on(
     assert len(pauses) == 2  # waiting does not mend that
 
 
-def test_a_disk_that_hangs_has_a_deadline(tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_hangs_has_a_deadline(
+    tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]
+) -> None:
     saving = writer(tmp_path, timeout=0.1)
     for waits in (saving.wait, lambda: saving.save(2, {}, {}, {})):
         saving.save(1, {"counter": Counter()}, {}, {})
@@ -164,10 +174,14 @@ def test_checkpoints_are_kept_by_recency_and_by_the_best_figure(tmp_path: Path, 
         ("los", {}, False),  # nothing was done yet
     ],
 )
-def test_a_figure_that_no_step_has_is_refused(metric: str, metrics: dict[str, float], refused: bool) -> None:
+def test_a_figure_that_no_step_has_is_refused(
+    metric: str, metrics: dict[str, float], refused: bool
+) -> None:
     config = CheckpointConfig(keep_best=1, best_metric=metric)
     if not refused:
         check_best_metric(config, 3, metrics)
         return
-    with pytest.raises(UserError, match=f"checkpoint.best_metric: step 3 has no metric '{metric.lstrip('-')}'; there"):
+    with pytest.raises(
+        UserError, match=f"checkpoint.best_metric: step 3 has no metric '{metric.lstrip('-')}'; there"
+    ):
         check_best_metric(config, 3, metrics)

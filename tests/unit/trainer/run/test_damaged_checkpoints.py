@@ -15,7 +15,12 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
@@ -24,7 +29,8 @@ from trainer.run.keeper import RunState, find_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.ERROR)  # or pytest collects its thousands of lines
+# Or pytest collects its thousands of lines
+logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.ERROR)
 IDENTITY = {"data": "rows"}
 FILES = (".metadata", "COMPLETE", "__0_0.distcp", "extra.json", "rank_0.json")
 
@@ -51,7 +57,7 @@ class Numbers:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with sound checkpoints of steps 1 and 2."""
+    """Return a folder with sound checkpoints of steps 1 and 2."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for step in (1, 2):
         extra = {"state": vars(RunState(step=step)), "identity": IDENTITY, "metrics": {}}
@@ -61,14 +67,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, saved: Path) -> TrainConfig:
-    """Returns a run with copies of them."""
+    """Return a run with copies of them."""
     shutil.copytree(saved, tmp_path / "run" / "checkpoints")
-    sections = {"model": {"path": "m"}, "data": {"path": "d"}, "run": {"output_dir": str(tmp_path), "name": "run"}}
+    sections = {
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "run": {"output_dir": str(tmp_path), "name": "run"},
+    }
     return TrainConfig.model_validate(sections)
 
 
 def digest_again(path: Path) -> None:
-    """Gives the files of a checkpoint matching digests, as somebody who tampers with it would."""
+    """Give the files of a checkpoint matching digests, as somebody who tampers with it would."""
     names = [name for name in FILES if name != "COMPLETE"]
     (path / "COMPLETE").write_text("".join(checkpoint._digest_line(path, name) for name in names))
 
@@ -131,7 +141,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     assert path == folder / "step_1" and state == RunState(step=1)
     first, second = capsys.readouterr().err.splitlines()
     assert "step_2 is damaged: " in first and first.endswith("; skipped")
-    assert file in first or file == "COMPLETE", first  # a wrong digest is told as that of the file it is of
+    # A wrong digest is told as that of the file it is of
+    assert file in first or file == "COMPLETE", first
     assert second == f"[hotbunk] resuming from {path}, the newest sound checkpoint, after step 1"
     part = Numbers(0)
     checkpoint.load(path, {"part": part})
@@ -146,7 +157,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     ) as none:
         find_checkpoint(run, IDENTITY)
     one_sentence(none.value)
-    assert (folder / "step_2" / "COMPLETE").exists()  # nothing is deleted of what may be all that there is
+    # Nothing is deleted of what may be all that there is
+    assert (folder / "step_2" / "COMPLETE").exists()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -157,7 +169,9 @@ def test_no_flipped_bit_of_a_file_of_tensors_is_overlooked(run: TrainConfig, see
     for _ in range(100):
         file.write_bytes(content)
         flip(draw.random())(file)
-        with pytest.raises(checkpoint.Damaged, match=r"step_2 is damaged: __0_0.distcp is not what was written \(SHA-"):
+        with pytest.raises(
+            checkpoint.Damaged, match=r"step_2 is damaged: __0_0.distcp is not what was written \(SHA-"
+        ):
             checkpoint.verify(path)
 
 
@@ -177,7 +191,7 @@ def table(path: Path) -> Metadata:
 
 
 def hostile_tables(path: Path, mark: Path) -> Iterator[tuple[bytes, str]]:
-    """Returns `.metadata` files that an attacker may have made, each with its error message."""
+    """Return `.metadata` files that an attacker may have made, each with its error message."""
 
     def changed(edit: Callable[[Metadata, TensorStorageMetadata], object]) -> bytes:
         metadata = table(path)
@@ -192,33 +206,53 @@ def hostile_tables(path: Path, mark: Path) -> Iterator[tuple[bytes, str]]:
     unknown = "names .*, which is not part of a table of tensors"
     yield pickle.dumps(Hostile(mark)), r"names posix.mkdir, which is"
     yield changed(lambda metadata, _: setattr(metadata, "planner_data", Hostile(mark))), unknown
-    yield b'cbuiltins\neval\n(S\'__import__("os").mkdir("' + str(mark).encode() + b"\")'\ntR.", "names builtins.eval"
+    yield (
+        b'cbuiltins\neval\n(S\'__import__("os").mkdir("' + str(mark).encode() + b"\")'\ntR.",
+        "names builtins.eval",
+    )
     yield b"\x80\x04\x8c\x07pathlib\x8c\x0fPosixPath.mkdir\x93.", unknown
     yield b"ctorch\nload\n.", "names torch.load"
     yield b"ctorch.distributed.checkpoint.filesystem\nFileSystem\n.", unknown
-    as_bytes = changed(lambda m, _: m.state_dict_metadata.update({"part.weight": BytesStorageMetadata()}))
+    as_bytes = changed(
+        lambda m, _: m.state_dict_metadata.update({"part.weight": BytesStorageMetadata()})
+    )
     yield as_bytes, "declares part.weight as something other than a tensor"
-    yield changed(lambda m, _: m.state_dict_metadata.update({"other": BytesStorageMetadata()})), "declares other as"
-    yield changed(lambda m, _: setattr(place(m), "relative_path", "../step_1/__0_0.distcp")), "in another file"
+    yield (
+        changed(lambda m, _: m.state_dict_metadata.update({"other": BytesStorageMetadata()})),
+        "declares other as",
+    )
+    yield (
+        changed(lambda m, _: setattr(place(m), "relative_path", "../step_1/__0_0.distcp")),
+        "in another file",
+    )
     yield changed(lambda m, _: setattr(place(m), "relative_path", mark)), "in another file"
     yield changed(lambda m, _: setattr(place(m), "offset", -5)), "does not say where part.weight lies"
     yield changed(lambda m, _: setattr(place(m), "transform_descriptors", ["zstd"])), "transformed"
     yield changed(lambda m, _: m.storage_data.clear()), "does not say where .* lies"
     yield changed(lambda _, w: w.chunks.clear()), "not all rows of part.weight once"
     yield changed(lambda _, w: w.chunks.append(w.chunks[0])), "not all rows of part.weight once"
-    yield changed(lambda _, w: setattr(w.chunks[0], "sizes", torch.Size([6, 3]))), "not all rows of part.weight once"
+    yield (
+        changed(lambda _, w: setattr(w.chunks[0], "sizes", torch.Size([6, 3]))),
+        "not all rows of part.weight once",
+    )
     yield changed(lambda _, w: setattr(w, "size", (7, 3))), "no dtype and shapes for part.weight"
-    yield changed(lambda _, w: setattr(w.properties, "dtype", "float32")), "no dtype and shapes for part.weight"
+    yield (
+        changed(lambda _, w: setattr(w.properties, "dtype", "float32")),
+        "no dtype and shapes for part.weight",
+    )
 
 
 @pytest.mark.parametrize("number", range(18))
-def test_a_hostile_table_is_refused_and_nothing_in_it_is_run(run: TrainConfig, tmp_path: Path, number: int) -> None:
+def test_a_hostile_table_is_refused_and_nothing_in_it_is_run(
+    run: TrainConfig, tmp_path: Path, number: int
+) -> None:
     path, mark = run.run.folder / "checkpoints" / "step_2", tmp_path / "mark"
     tables = list(hostile_tables(path, mark))
     assert len(tables) == 18
     content, message = tables[number]
     (path / ".metadata").write_bytes(content)
-    (path / "__0.metadata").write_bytes(pickle.dumps(Hostile(mark)))  # where torch's own reader looks next
+    # Where torch's own reader looks next
+    (path / "__0.metadata").write_bytes(pickle.dumps(Hostile(mark)))
     with pytest.raises(UserError, match=message) as refused:
         checkpoint.load(path, {"part": Numbers(0)})
     one_sentence(refused.value)
@@ -231,7 +265,10 @@ def test_a_hostile_table_is_refused_and_nothing_in_it_is_run(run: TrainConfig, t
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.zeros(7, 3, dtype=torch.float64), "weight is torch.float32 .* there and torch.float64 of size"),
+        (
+            torch.zeros(7, 3, dtype=torch.float64),
+            "weight is torch.float32 .* there and torch.float64 of size",
+        ),
         (torch.zeros(7, 4), r"weight is .*size \[7, 3\] there and .*size \[7, 4\] here"),
     ],
 )
@@ -247,7 +284,9 @@ def test_other_shapes_and_dtypes_do_not_fit(run: TrainConfig, value: torch.Tenso
         checkpoint.load(run.run.folder / "checkpoints" / "step_2", {"part": part})
     part = Numbers(0)
     del part.tensors["bias"]
-    with pytest.raises(UserError, match="does not fit this model: it has part.bias, which nothing would read here"):
+    with pytest.raises(
+        UserError, match="does not fit this model: it has part.bias, which nothing would read here"
+    ):
         checkpoint.load(run.run.folder / "checkpoints" / "step_2", {"part": part})
 
 
@@ -284,7 +323,9 @@ def test_a_hostile_file_of_tensors_is_refused_and_nothing_in_it_is_run(
 
 def test_the_planner_loads_no_bytes(tmp_path: Path) -> None:
     planner = checkpoint_reading._TensorPlanner(False, False)
-    planner.set_up_planner({"part.weight": torch.zeros(2)}, Metadata({"part.weight": BytesStorageMetadata()}))
+    planner.set_up_planner(
+        {"part.weight": torch.zeros(2)}, Metadata({"part.weight": BytesStorageMetadata()})
+    )
     (item,) = planner.create_local_plan().items
     stored = io.BytesIO()
     torch.save(Hostile(tmp_path / "mark"), stored)
@@ -295,7 +336,10 @@ def test_the_planner_loads_no_bytes(tmp_path: Path) -> None:
 
 def test_the_state_of_another_version_is_refused_in_a_sentence(run: TrainConfig) -> None:
     path = run.run.folder / "checkpoints" / "step_2"
-    for state, message in (({"step": "2"}, "Expected `int`, got `str`"), (None, "Expected `object`, got `null`")):
+    for state, message in (
+        ({"step": "2"}, "Expected `int`, got `str`"),
+        (None, "Expected `object`, got `null`"),
+    ):
         extra = json.loads((path / "extra.json").read_text()) | {"state": state}
         (path / "extra.json").write_text(json.dumps(extra))
         digest_again(path)

@@ -27,8 +27,10 @@ def model(tiny_model: TinyModel) -> Path:
     return tiny_model()
 
 
-def refusal(model: Path, allowed: list[str], fingerprint: str = "rows", **sections: dict[str, Any]) -> str:
-    """Returns the error when a run of plain settings and data "rows" is resumed with other ones; "" if none."""
+def refusal(
+    model: Path, allowed: list[str], fingerprint: str = "rows", **sections: dict[str, Any]
+) -> str:
+    """Return the error when a run of plain settings and data "rows" is resumed with other ones; "" if none."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     saved = {"identity": json.loads(json.dumps(run_identity(recipe(model), "rows", tokenizer)))}
     current = run_identity(recipe(model, **sections), fingerprint, tokenizer)
@@ -43,7 +45,10 @@ def test_the_same_run_goes_on_whatever_machine_and_length_it_has(model: Path) ->
     assert refusal(model, []) == ""
     batch = {"tokens_per_micro_batch": 77}
     policy = {"lr": 1.0, "backend": "deepspeed"}
-    assert refusal(model, [], batch=batch, policy=policy, run={"steps": 7, "name": "y"}, eval={"every": 3}) == ""
+    assert (
+        refusal(model, [], batch=batch, policy=policy, run={"steps": 7, "name": "y"}, eval={"every": 3})
+        == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,18 +68,25 @@ def test_the_same_run_goes_on_whatever_machine_and_length_it_has(model: Path) ->
         ),
     ],
 )
-def test_another_algorithm_is_refused_unless_permitted(model: Path, sections: dict[str, Any], difference: str) -> None:
+def test_another_algorithm_is_refused_unless_permitted(
+    model: Path, sections: dict[str, Any], difference: str
+) -> None:
     sentence = refusal(model, [], **sections)
     assert f"step_4 was trained with {difference}" in sentence and "\n" not in sentence
     section = next(iter(sections))
     keys = [f"{section}.{key}" for key in sections[section]]
-    assert f"permit it by checkpoint.resume_anyway=[{','.join(keys)}], or start over with another run.name" in sentence
+    assert (
+        f"permit it by checkpoint.resume_anyway=[{','.join(keys)}], or start over with another run.name"
+        in sentence
+    )
     assert refusal(model, [section], **sections) == refusal(model, keys, **sections) == ""
     assert refusal(model, ["data", "model"], **sections) == sentence
 
 
 def test_other_data_are_refused_unless_permitted(model: Path) -> None:
-    assert 'was trained with data = "rows" (now "others"): restore' in refusal(model, [], fingerprint="others")
+    assert 'was trained with data = "rows" (now "others"): restore' in refusal(
+        model, [], fingerprint="others"
+    )
     assert refusal(model, ["data"], fingerprint="others") == ""
 
 
@@ -82,7 +94,9 @@ def test_a_model_is_known_by_its_configuration_and_its_weights(model: Path, tmp_
     copy = tmp_path / "copy"
     shutil.copytree(model, copy)
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(dict(reversed(config.items())) | {"transformers_version": "99"}))
+    (copy / "config.json").write_text(
+        json.dumps(dict(reversed(config.items())) | {"transformers_version": "99"})
+    )
     assert model_digest(copy) == model_digest(model)
 
     (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
@@ -99,9 +113,11 @@ def test_another_vocabulary_is_another_run(model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     before = run_identity(recipe(model), "rows", tokenizer)
     tokenizer.add_tokens(["<|another|>"])
-    assert {key for key, value in run_identity(recipe(model), "rows", tokenizer).items() if value != before[key]} == {
-        "tokenizer"
-    }
+    assert {
+        key
+        for key, value in run_identity(recipe(model), "rows", tokenizer).items()
+        if value != before[key]
+    } == {"tokenizer"}
 
 
 def test_a_checkpoint_of_an_older_version_is_refused(model: Path) -> None:

@@ -19,7 +19,9 @@ class Notes:
         self.calls: list[Any] = []
         self.failed = False
 
-    def save(self, step: int, _: object, extra: dict[str, Any], metrics: dict[str, float], carried: bytes) -> None:
+    def save(
+        self, step: int, _: object, extra: dict[str, Any], metrics: dict[str, float], carried: bytes
+    ) -> None:
         assert extra["state"]["step"] == step and extra["identity"] == {"data": "rows"}
         assert carried == b""
         self.calls.append((step, metrics))
@@ -44,7 +46,7 @@ class Run:
         self.keeper = Keeper(config, self.watchdog, self.state, {}, {"data": "rows"})  # type: ignore[arg-type]
 
     def steps(self, count: int) -> list[Any]:
-        """Runs this many steps; returns the calls of the writer."""
+        """Run this many steps; return the calls of the writer."""
         self.notes.calls.clear()
         for _ in range(count):
             self.state.step += 1
@@ -70,7 +72,9 @@ def test_a_finished_run_that_is_started_again_keeps_what_it_has(
 
 
 @pytest.mark.parametrize("every", [0, 2])
-def test_a_run_that_is_asked_to_end_saves_after_the_step_and_ends(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+def test_a_run_that_is_asked_to_end_saves_after_the_step_and_ends(
+    monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
     run = Run(monkeypatch, every=every)
     run.steps(2)
     run.watchdog.called_at = 0.0  # by any rank's watchdog
@@ -85,10 +89,13 @@ def test_an_abandoned_step_is_saved_as_the_step_before_left_it(monkeypatch: pyte
     assert run.notes.calls == [(3, {"loss": 3.0}), "wait", "left"]
 
 
-def test_a_checkpoint_that_could_not_be_written_ends_the_step_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_could_not_be_written_ends_the_step_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = Run(monkeypatch)
     run.steps(2)
-    monkeypatch.setattr(module, "all_reduce_max", lambda values: values | {"failed": 1.0})  # another rank's
+    # Another rank's
+    monkeypatch.setattr(module, "all_reduce_max", lambda values: values | {"failed": 1.0})
     run.notes.failed = True
     with pytest.raises(OSError, match="No space left"):
         run.steps(1)

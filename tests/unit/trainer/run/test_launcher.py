@@ -43,7 +43,9 @@ def test_two_nodes_meet_at_the_interface_that_is_named_and_listen_nowhere_else()
     assert listening({os.getpid()})[os.getpid()] - before == {"127.0.0.2"}
 
 
-def test_a_node_that_restarts_ends_its_attempt_and_joins_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_restarts_ends_its_attempt_and_joins_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """After a power failure unnoticed by the other nodes, their store still has the old entry of this node."""
     monkeypatch.setattr(launcher, "_LOOK_SECONDS", 0.01)
     port, codes, ended = free_port("127.0.0.2"), list[int](), threading.Event()
@@ -77,16 +79,30 @@ def test_a_store_that_ends_as_a_node_joins_it_is_not_joined() -> None:
 
 
 def test_an_address_that_is_not_this_nodes_is_refused_in_a_sentence() -> None:
-    with pytest.raises(UserError, match=r"cannot listen on 203\.0\.113\.7:29500 .*MASTER_ADDR must be this node's own"):
+    with pytest.raises(
+        UserError, match=r"cannot listen on 203\.0\.113\.7:29500 .*MASTER_ADDR must be this node's own"
+    ):
         BoundRendezvous("203.0.113.7", 29500, 0, 2, "run", 30).next_rendezvous()
 
 
 def test_a_name_that_means_loopback_on_the_first_node_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")  # as Debian's /etc/hosts has it
+    # As Debian's /etc/hosts has it
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     monkeypatch.setenv(launcher.processes.LAST_WORDS, "")
-    several = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "first", "-m", "trainer", "train", "r.yaml"]
+    several = [
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "0",
+        "--master-addr",
+        "first",
+        "-m",
+        "trainer",
+        "train",
+        "r.yaml",
+    ]
     assert launcher.main(several) == 2
     assert "MASTER_ADDR=first is 127.0.1.1 on this node" in capsys.readouterr().err
 
@@ -94,7 +110,10 @@ def test_a_name_that_means_loopback_on_the_first_node_is_refused(
 def test_reasons_are_told_once_those_of_silent_ranks_first(tmp_path: Path) -> None:
     words = [
         {"rank": 5, "kind": "RuntimeError", "text": "out of luck"},
-        *({"rank": rank, "kind": "RemoteError", "text": f"rank {rank} lost contact"} for rank in (3, 0, 1)),
+        *(
+            {"rank": rank, "kind": "RemoteError", "text": f"rank {rank} lost contact"}
+            for rank in (3, 0, 1)
+        ),
         {"rank": 4, "kind": "UserError", "text": "rank 4 is a word of the sentence"},
     ]
     exits = {2: -9, 6: 139, 7: 7, 5: 1}
@@ -110,7 +129,7 @@ def test_reasons_are_told_once_those_of_silent_ranks_first(tmp_path: Path) -> No
 
 
 def test_a_ctrl_c_that_an_import_would_swallow_ends_the_launcher(tmp_path: Path) -> None:
-    """A stand-in for torch catches everything while it is imported, as some real modules do for a moment."""
+    """Return a stand-in for torch catches everything while it is imported, as some real modules do for a moment."""
     (tmp_path / "torch.py").write_text(
         "import os, signal, sys, time\n"
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(1)\nexcept BaseException:\n    pass\n"
@@ -118,12 +137,19 @@ def test_a_ctrl_c_that_an_import_would_swallow_ends_the_launcher(tmp_path: Path)
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-m", "trainer.launcher"]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stderr) == (130, "[hotbunk] the run was interrupted by SIGINT, exit code 130\n")
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (
+        130,
+        "[hotbunk] the run was interrupted by SIGINT, exit code 130\n",
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_launcher_says_its_own_lines_only_when_a_run_is_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+def test_the_launcher_says_its_own_lines_only_when_a_run_is_interrupted(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     """Torchrun's own messages about the interruption are not printed."""
     script = "import signal, time\nsignal.signal(2, signal.SIG_DFL)\nprint('ready', flush=True)\ntime.sleep(600)\n"
     (tmp_path / "rank.py").write_text(script)
@@ -142,7 +168,9 @@ def test_the_launcher_says_its_own_lines_only_when_a_run_is_interrupted(tmp_path
     assert lines and [line for line in lines if not line.startswith("[hotbunk] ")] == []
 
 
-def test_a_supervisor_is_told_what_was_saved_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_is_told_what_was_saved_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = tmp_path / "x.yaml"
     recipe.write_text(f"run: {{output_dir: {tmp_path}}}\nmodel: {{path: m}}\ndata: {{path: d}}\n")
     (tmp_path / "x" / "checkpoints" / "step_4").mkdir(parents=True)

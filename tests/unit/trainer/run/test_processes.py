@@ -32,14 +32,23 @@ def test_compiled_products_are_not_in_a_folder_that_others_can_make_first(tmp_pa
     home.mkdir()
     (tmp_path / "file").touch()  # a home in which no folder can be made
     kept = {
-        name: value for name, value in os.environ.items() if name not in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")
     }
     for name, expected in (("home", f"{home}/.cache/hotbunk/torchinductor"), ("file", "")):
         environment = kept | {"TMPDIR": str(shared), "HOME": str(tmp_path / name)}
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", SCRIPT],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
-        assert done.returncode == 0 and done.stdout.rstrip("\n").partition(" ")[2] == expected, done.stderr
+        assert done.returncode == 0 and done.stdout.rstrip("\n").partition(" ")[2] == expected, (
+            done.stderr
+        )
     assert stat.S_IMODE((home / ".cache" / "hotbunk").stat().st_mode) == 0o700
     assert list(planted.iterdir()) == []
 
@@ -98,7 +107,7 @@ except BaseException:
 
 
 def test_a_rank_that_is_interrupted_says_so_before_it_ends() -> None:
-    """The rank also says so where the main thread leaves before the thread that reports it."""
+    """Return the rank also says so where the main thread leaves before the thread that reports it."""
     command = [sys.executable, "-c", SLOW_TO_SAY]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stderr) == (130, "rank 0: interrupted by SIGINT during phase rollout\n")
@@ -108,7 +117,8 @@ def test_a_process_that_is_exiting_is_not_signalled_before_its_time() -> None:
     child = os.fork()
     if child == 0:
         os._exit(0)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it is not reaped, and its memory and command line are gone
+    # It is not reaped, and its memory and command line are gone
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     try:
         assert guardian.signal_for(child, 0.1, asked=False, alone=0.1) is None
         late = guardian.POLITE_SECONDS + 1
@@ -120,5 +130,7 @@ def test_a_process_that_is_exiting_is_not_signalled_before_its_time() -> None:
 
 def test_a_rank_whose_code_exits_with_0_has_failed() -> None:
     script = "import sys\nfrom trainer.run import processes\nprocesses.run(lambda: sys.exit(0))\n"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
     assert done.returncode == 1 and "SystemExit" in done.stderr

@@ -36,8 +36,10 @@ FULL = {
 }
 
 
-def printed(steps: list[tuple[int, dict[str, float]]], total: int = 400, terminal: bool = False) -> list[str]:
-    """Returns the lines a run of these steps prints, without colours."""
+def printed(
+    steps: list[tuple[int, dict[str, float]]], total: int = 400, terminal: bool = False
+) -> list[str]:
+    """Return the lines a run of these steps prints, without colours."""
     output = io.StringIO()
     console = Console(file=output, width=WIDTH, force_terminal=terminal, no_color=True, highlight=False)
     table = Progress(total, enabled=True, console=console)
@@ -128,7 +130,8 @@ def test_the_report_says_how_it_went_and_what_to_do_next() -> None:
         *("1.32 GiB awake, 0.42 GiB asleep", "hotbunk generate runs/demo/model", "reward 0.00"),
     ):
         assert expected in text
-    assert "42 [bold]really[/nothing]" in text and "\x1b" not in text  # an answer is text, whatever it looks like
+    # An answer is text, whatever it looks like
+    assert "42 [bold]really[/nothing]" in text and "\x1b" not in text
     assert "never shown" not in text and len(text) < 6000
 
 
@@ -143,8 +146,11 @@ def test_durations_and_sparklines_are_readable() -> None:
         *("0 s", "59 s", "1 min 00 s", "59 min 59 s", "2 h 07 min")
     ]
     left = [remaining(value) for value in (59.6, 599, 600, 1263, 3599.6, 7620, 36000, 111600)]
-    assert left == [*("1 min 00 s", "9 min 59 s", "10 min", "21 min", "1 h 00 min", "2 h 07 min", "10 h", "31 h")]
-    assert all(len(remaining(1.01**power)) <= 10 for power in range(1300))  # beside a column of 11 characters
+    assert left == [
+        *("1 min 00 s", "9 min 59 s", "10 min", "21 min", "1 h 00 min", "2 h 07 min", "10 h", "31 h")
+    ]
+    # Beside a column of 11 characters
+    assert all(len(remaining(1.01**power)) <= 10 for power in range(1300))
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 7, 7], 2) == "▁█"
     assert sparkline([2.0, math.nan, 2.0], 5) == "▁▁" and sparkline([], 5) == ""
@@ -152,14 +158,15 @@ def test_durations_and_sparklines_are_readable() -> None:
 
 
 def resident_gib() -> float:
-    """Returns this process's resident memory in GiB, without the pages of files."""
+    """Return this process's resident memory in GiB, without the pages of files."""
     sizes = re.findall(r"Rss(?:Anon|Shmem):\s+(\d+) kB", Path("/proc/self/status").read_text())
     return sum(map(int, sizes)) / 2**20
 
 
 def test_the_meter_sees_a_peak_that_is_over_and_in_its_phase_only() -> None:
     meter = MemoryMeter(torch.device("cpu"))
-    return_free_pages()  # of earlier tests, or these numbers would be of gaps in the heap that are filled
+    # Of earlier tests, or these numbers would be of gaps in the heap that are filled
+    return_free_pages()
     before = resident_gib()
     with meter.phase("rollout"):
         pass
@@ -171,7 +178,9 @@ def test_the_meter_sees_a_peak_that_is_over_and_in_its_phase_only() -> None:
         torch.empty(64 * 2**20 // 4).share_memory_().fill_(1.0)
     with meter.phase("sync"):
         pass
-    peaks = {key.removeprefix("memory/trainer_gib_"): value - before for key, value in meter.metrics().items()}
+    peaks = {
+        key.removeprefix("memory/trainer_gib_"): value - before for key, value in meter.metrics().items()
+    }
     assert set(peaks) == {"rollout", "update", "staging", "sync"}
     assert peaks["update"] == pytest.approx(1 / 8, rel=0.2)
     assert peaks["staging"] == pytest.approx(1 / 16, rel=0.2)  # shared memory counts, too
@@ -197,7 +206,9 @@ def test_only_a_terminal_shows_the_current_phase(monkeypatch: pytest.MonkeyPatch
     for terminal in (False, True):
         now[0], phase[0] = 100.0, "start-up"
         output = io.StringIO()
-        console = Console(file=output, width=WIDTH, force_terminal=terminal, no_color=True, legacy_windows=False)
+        console = Console(
+            file=output, width=WIDTH, force_terminal=terminal, no_color=True, legacy_windows=False
+        )
         progress = Progress(5, enabled=True, console=console)
         with progress.follow(lambda: phase[0]):
             if not terminal:
@@ -214,4 +225,5 @@ def test_only_a_terminal_shows_the_current_phase(monkeypatch: pytest.MonkeyPatch
             assert progress.line().plain == "  step 1 > rollout, 12 answers, 1 min 07 s"
             progress.note("something new")
             assert progress.line().plain == ""
-        assert output.getvalue().rindex("\x1b[?25h") > output.getvalue().index("\x1b[?25l")  # the cursor is there
+        # The cursor is there
+        assert output.getvalue().rindex("\x1b[?25h") > output.getvalue().index("\x1b[?25l")

@@ -34,11 +34,14 @@ NOT_ROWS = (
 
 
 def record(folder: Path, steps: range, resumed_from: int | None = None, patience: float = 0.0) -> None:
-    """Writes a run's rows of these steps, with two answers a step and characters of one to four bytes."""
-    tracker = make_tracker(folder, {}, "demo", TrackingConfig(wandb="disabled"), resumed_from, patience=patience)
+    """Write a run's rows of these steps, with two answers a step and characters of one to four bytes."""
+    tracker = make_tracker(
+        folder, {}, "demo", TrackingConfig(wandb="disabled"), resumed_from, patience=patience
+    )
     try:
         for step in steps:
-            texts = ("naïve \u2028 answer", f"{step} 😀 = \ud83d ∞")  # the one in the middle is half a pair
+            # The one in the middle is half a pair
+            texts = ("naïve \u2028 answer", f"{step} 😀 = \ud83d ∞")
             tracker.completions(step, [{"prompt": "é?", "text": text, "reward": 1.0} for text in texts])
             tracker.log(step, {"reward/mean": step / 3, "time/step": 0.1})
     finally:
@@ -47,14 +50,14 @@ def record(folder: Path, steps: range, resumed_from: int | None = None, patience
 
 @pytest.fixture
 def finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns the folder of an undisturbed run."""
+    """Return the folder of an undisturbed run."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of them would take their time
     record(tmp_path / "finished", range(STEPS))
     return tmp_path / "finished"
 
 
 def lines_of(content: bytes) -> list[tuple[int, int, bytes]]:
-    """Returns the begin, the end, and the bytes of each line."""
+    """Return the begin, the end, and the bytes of each line."""
     lines, start = [], 0
     for line in content.splitlines(keepends=True):
         lines.append((start, start + len(line) - 1, line))
@@ -63,7 +66,7 @@ def lines_of(content: bytes) -> list[tuple[int, int, bytes]]:
 
 
 def tears(content: bytes) -> Iterator[tuple[bytes, Callable[[int, int], bool]]]:
-    """Returns files that a crash may leave, each with a test whether a line from start to end is still whole in it."""
+    """Return files that a crash may leave, each with a test whether a line from start to end is still whole in it."""
     size = len(content)
     for at in range(size - 150, size):  # the file ends here
         yield content[:at], lambda start, end, at=at: end <= at
@@ -74,9 +77,12 @@ def tears(content: bytes) -> Iterator[tuple[bytes, Callable[[int, int], bool]]]:
 
 
 def strange_lines(content: bytes) -> Iterator[bytes]:
-    """Returns files with a line that is not a row with a step."""
+    """Return files with a line that is not a row with a step."""
     half = content.index(b"\n", len(content) // 2) + 1
-    for line in (*(json.dumps({"train/step": step, "text": "x"}).encode() for step in STRANGE_STEPS), *NOT_ROWS):
+    for line in (
+        *(json.dumps({"train/step": step, "text": "x"}).encode() for step in STRANGE_STEPS),
+        *NOT_ROWS,
+    ):
         yield content[:half] + line + b"\n" + content[half:]
 
 
@@ -106,7 +112,7 @@ def test_a_run_goes_on_with_exactly_the_whole_rows_up_to_its_checkpoint(
 
 
 def run_on_a_full_disk(folder: Path, limit: int) -> int:
-    """Runs in a child, no file of which may exceed `limit` bytes; returns the last recorded step, or -1."""
+    """Run in a child, no file of which may exceed `limit` bytes; return the last recorded step, or -1."""
     reader, writer = os.pipe()
 
     def run() -> None:
@@ -124,7 +130,9 @@ def run_on_a_full_disk(folder: Path, limit: int) -> int:
         return int(stream.read())
 
 
-def test_a_run_that_met_a_full_disk_goes_on_once_there_is_room(finished_run: Path, tmp_path: Path) -> None:
+def test_a_run_that_met_a_full_disk_goes_on_once_there_is_room(
+    finished_run: Path, tmp_path: Path
+) -> None:
     size = (finished_run / "completions.jsonl").stat().st_size
     ends = set()
     for limit in range(1, size, size // 47):
@@ -142,10 +150,16 @@ def test_a_run_that_met_a_full_disk_goes_on_once_there_is_room(finished_run: Pat
 
 
 def test_a_run_waits_for_room_on_a_full_disk_and_writes_every_line_once(
-    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A limit on files fails a write in the middle of a line, until the run waits for it."""
-    unlimited, size = resource.getrlimit(resource.RLIMIT_FSIZE), (finished_run / "completions.jsonl").stat().st_size
+    """Return a limit on files fails a write in the middle of a line, until the run waits for it."""
+    unlimited, size = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        (finished_run / "completions.jsonl").stat().st_size,
+    )
     waited: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -170,6 +184,14 @@ def test_a_run_waits_for_room_on_a_full_disk_and_writes_every_line_once(
 
 
 def test_a_report_is_written_of_a_run_whose_recipe_is_torn(finished_run: Path, tmp_path: Path) -> None:
-    for torn in (b"", b"run:\n", b"run:\n  steps: [", b"\x00" * 20, b"run: {name: \xc3", b"- 1", b"run: 3"):
+    for torn in (
+        b"",
+        b"run:\n",
+        b"run:\n  steps: [",
+        b"\x00" * 20,
+        b"run: {name: \xc3",
+        b"- 1",
+        b"run: 3",
+    ):
         (finished_run / "config.yaml").write_bytes(torn)
         assert f"{STEPS - 1} steps in" in state(read_record(finished_run))

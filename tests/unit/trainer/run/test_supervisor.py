@@ -45,10 +45,17 @@ def command(folder: Path, restarts: int, *ends: dict[str, Any]) -> list[str]:
     return [sys.executable, "-c", SUPERVISE, str(restarts), *launcher]
 
 
-def supervised(folder: Path, restarts: int, *ends: dict[str, Any]) -> tuple[int, list[list[str]], list[str]]:
-    """Returns the exit code, the arguments of each start, and the messages, for launchers with these ends."""
+def supervised(
+    folder: Path, restarts: int, *ends: dict[str, Any]
+) -> tuple[int, list[list[str]], list[str]]:
+    """Return the exit code, the arguments of each start, and the messages, for launchers with these ends."""
     done = subprocess.run(
-        command(folder, restarts, *ends), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        command(folder, restarts, *ends),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     calls = [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
     return done.returncode, calls, [line.removeprefix("[hotbunk] ") for line in done.stderr.splitlines()]
@@ -75,12 +82,18 @@ def test_a_run_that_died_is_started_again_until_it_is_done(tmp_path: Path) -> No
 
 
 def test_a_run_goes_on_from_what_it_has_saved_itself_and_from_nothing_older(tmp_path: Path) -> None:
-    """A checkpoint left by an earlier run is not used although its time is the newest."""
+    """Return a checkpoint left by an earlier run is not used although its time is the newest."""
     folder = tmp_path / "checkpoints"
     (folder / "step_40").mkdir(parents=True)
     (folder / "step_40" / "COMPLETE").write_text("an earlier run's")
     there = {"checkpoints": str(folder), "before": marks(folder)}
-    ends = [died(1, **there), died(3, **there), died(4, **there) | {"saves": {"step_3": "its own"}}, died(5), DONE]
+    ends = [
+        died(1, **there),
+        died(3, **there),
+        died(4, **there) | {"saves": {"step_3": "its own"}},
+        died(5),
+        DONE,
+    ]
     _, calls, _ = supervised(tmp_path, 5, *ends)
     assert calls == [[], [], [], ["--resume", "auto"], ["--resume", "auto"]]
 
@@ -95,7 +108,8 @@ def test_checkpoints_of_a_killed_launcher_count_as_progress(tmp_path: Path, name
     folder = tmp_path / "checkpoints"
     (folder / "step_40").mkdir(parents=True)
     (folder / "step_40" / "COMPLETE").write_text("an earlier run's")
-    outcome = {"checkpoints": str(folder), "before": marks(folder)}  # a launcher tells this when it begins
+    # A launcher tells this when it begins
+    outcome = {"checkpoints": str(folder), "before": marks(folder)}
     killed = {"code": -9, "outcome": outcome, "saves": {name: "its own"}}
     _, calls, _ = supervised(tmp_path, 5, killed, {"code": -9}, DONE)
     assert calls == [[], ["--resume", "auto"], ["--resume", "auto"]]
@@ -124,7 +138,10 @@ def test_the_third_failure_of_one_step_ends_the_run(tmp_path: Path) -> None:
     ends = [died(2), died(5), died(5), died(5, code=137)]
     code, calls, lines = supervised(tmp_path, 9, *ends, DONE)
     assert code == 137 and len(calls) == 4
-    assert lines[-1] == "not started again: step 5 has failed 3 times, the last time as rank 1: was ended by SIGKILL"
+    assert (
+        lines[-1]
+        == "not started again: step 5 has failed 3 times, the last time as rank 1: was ended by SIGKILL"
+    )
 
 
 def test_restarts_are_counted(tmp_path: Path) -> None:
@@ -135,9 +152,12 @@ def test_restarts_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_all_ranks(number: signal.Signals, tmp_path: Path) -> None:
-    """The launcher gets the signal once, since it has its own session."""
+    """Return the launcher gets the signal once, since it has its own session."""
     process = subprocess.Popen(
-        command(tmp_path, 5, {"code": 0, "sleep": 100}, DONE), cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True
+        command(tmp_path, 5, {"code": 0, "sleep": 100}, DONE),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
     assert process.stdout is not None and process.stdout.readline() == b"sleeping\n"
     os.killpg(process.pid, number)
@@ -147,7 +167,10 @@ def test_a_signal_to_the_launcher_ends_all_ranks(number: signal.Signals, tmp_pat
 
 def test_the_launcher_ends_with_its_supervisor(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        command(tmp_path, 5, {"code": 0, "sleep": 100}, DONE), cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True
+        command(tmp_path, 5, {"code": 0, "sleep": 100}, DONE),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
     assert process.stdout is not None and process.stdout.readline() == b"sleeping\n"
     process.kill()

@@ -25,7 +25,7 @@ class FakeRun:
     """Records every call, in order."""
 
     def __init__(self, calls: list[tuple[Any, ...]], last: int | None = None) -> None:
-        """`last`: the last step that the server has of this run, if it knows it."""
+        """Return `last`: the last step that the server has of this run, if it knows it."""
         self.calls, self.resumed = calls, last is not None
         last_logged = {"train/step": last} if self.resumed else {}
         self.summary = types.SimpleNamespace(
@@ -47,7 +47,7 @@ class FakeRun:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The calls of a stand-in for the `wandb` module."""
+    """Return the calls of a stand-in for the `wandb` module."""
     recorded: list[tuple[Any, ...]] = []
 
     def init(**options: Any) -> FakeRun:
@@ -55,8 +55,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return FakeRun(recorded)
 
     errors = types.SimpleNamespace(CommError=ConnectionError, UsageError=PermissionError)
-    parts: dict[str, Any] = {"Table": lambda columns, data: [columns, *data], "Image": Path, "teardown": lambda: None}
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Settings=dict, errors=errors, **parts))
+    parts: dict[str, Any] = {
+        "Table": lambda columns, data: [columns, *data],
+        "Image": Path,
+        "teardown": lambda: None,
+    }
+    monkeypatch.setitem(
+        sys.modules, "wandb", types.SimpleNamespace(init=init, Settings=dict, errors=errors, **parts)
+    )
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     return recorded
@@ -67,8 +73,10 @@ def metrics(step: int) -> dict[str, float]:
 
 
 def run(folder: Path, steps: range, resumed_from: int | None = None, evaluate_every: int = 2) -> None:
-    """Trains and evaluates; an evaluation is part of its step's single call."""
-    tracker = make_tracker(folder, {"run": {"seed": 1}}, "demo", TrackingConfig(wandb="offline"), resumed_from)
+    """Train and evaluates; an evaluation is part of its step's single call."""
+    tracker = make_tracker(
+        folder, {"run": {"seed": 1}}, "demo", TrackingConfig(wandb="offline"), resumed_from
+    )
     for step in steps:
         tracker.completions(step, [{"prompt": "1+1", "text": f"{step}\u2028"}])
         tracker.tokens(step, [{"tokens": ["\u2028", "é"], "gap": [0.5, None]}])
@@ -94,9 +102,13 @@ def test_one_call_a_step_and_the_step_is_a_metric(tmp_path: Path, calls: list[tu
     ]
     logs = [call for call in calls if call[0] == "log"]
     assert all(options == {} for _, _, options in logs)  # never step=
-    assert [row["train/step"] for _, row, _ in logs] == [*range(5), *range(7)]  # the server lacks all steps
+    # The server lacks all steps
+    assert [row["train/step"] for _, row, _ in logs] == [*range(5), *range(7)]
     first, second = (call[1] for call in calls if call[0] == "init")
-    assert first["config"] == {"run": {"seed": 1}} and second["config"] == {"run": {"seed": 1}, "resumed_from": 2}
+    assert first["config"] == {"run": {"seed": 1}} and second["config"] == {
+        "run": {"seed": 1},
+        "resumed_from": 2,
+    }
     assert first["id"] == second["id"] and first["resume"] == second["resume"] == "allow"
     run(tmp_path, range(2))  # starts over
     assert calls[-7][1]["id"] != first["id"]
@@ -129,8 +141,11 @@ def test_the_table_has_a_column_for_each_image_of_an_answer(
     assert [row[-2:] for row in table[1:]] == [[(30, 20), (40, 10)], [None, None], [(40, 10), None]]
 
 
-def test_a_divergence_and_a_gap_that_grows_raise_one_alert_each(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
-    gaps = [2e-5] * 6 + [9e-5] * 6 + [5e-4] * 6 + [math.nan, 1.0]  # four times as large, but still only rounding
+def test_a_divergence_and_a_gap_that_grows_raise_one_alert_each(
+    tmp_path: Path, calls: list[tuple[Any, ...]]
+) -> None:
+    # Four times as large, but still only rounding
+    gaps = [2e-5] * 6 + [9e-5] * 6 + [5e-4] * 6 + [math.nan, 1.0]
     tracker = make_tracker(tmp_path, {}, "demo", TrackingConfig(wandb="offline"))
     for step, gap in enumerate(gaps, start=1):
         tracker.log(step, {"gap/mean": gap, "loss": 0.1, "skipped_steps": float(step == 20)})
@@ -139,8 +154,9 @@ def test_a_divergence_and_a_gap_that_grows_raise_one_alert_each(tmp_path: Path, 
     assert [call for call in calls if call[0] == "alert"] == [
         ("alert", "The gap grows", f"demo, step 13: trainer and engine are {distance}", "ERROR"),
         ("alert", "Divergence", "demo, step 19: gap/mean not finite", "ERROR"),
-    ]  # fmt: skip
-    for resumed_from, titles in ((18, ["Divergence"]), (12, ["Divergence", "The gap grows"])):  # told before, and not
+    ]
+    for resumed_from, titles in ((18, ["Divergence"]), (12, ["Divergence", "The gap grows"])):
+        # told before, and not
         calls.clear()
         tracker = make_tracker(tmp_path, {}, "demo", TrackingConfig(wandb="offline"), resumed_from)
         tracker.log(resumed_from + 1, {"gap/mean": 5e-4, "loss": 0.1, "skipped_steps": 1.0})
@@ -148,7 +164,9 @@ def test_a_divergence_and_a_gap_that_grows_raise_one_alert_each(tmp_path: Path, 
         assert [call[1] for call in calls if call[0] == "alert"] == titles
 
 
-@pytest.mark.parametrize("error", [ConnectionError("run initialization has timed out"), PermissionError("no login")])
+@pytest.mark.parametrize(
+    "error", [ConnectionError("run initialization has timed out"), PermissionError("no login")]
+)
 def test_wandb_online_without_a_network_or_a_login_goes_on_offline(
     tmp_path: Path,
     calls: list[tuple[Any, ...]],
@@ -168,7 +186,10 @@ def test_wandb_online_without_a_network_or_a_login_goes_on_offline(
     tracker.log(1, metrics(1))
     tracker.close()
     message = capsys.readouterr().err
-    assert f"cannot be used online ({error}): the copy goes to {tmp_path}/wandb" in message and message.count("\n") == 1
+    assert (
+        f"cannot be used online ({error}): the copy goes to {tmp_path}/wandb" in message
+        and message.count("\n") == 1
+    )
     assert [call[1]["mode"] for call in calls if call[0] == "init"] == ["offline"]
     assert [call[1]["train/step"] for call in calls if call[0] == "log"] == [1]
 
@@ -192,11 +213,17 @@ def test_real_wandb_without_a_network_goes_on_offline(
     assert list(record.parent.glob("files/media/table/*.table.json"))
 
 
-@pytest.mark.parametrize(("last", "sent"), [(0, [1, 2, 3, 4, 5, 6]), (2, [3, 4, 5, 6]), (4, [5, 6]), (9, [])])
+@pytest.mark.parametrize(
+    ("last", "sent"), [(0, [1, 2, 3, 4, 5, 6]), (2, [3, 4, 5, 6]), (4, [5, 6]), (9, [])]
+)
 def test_a_resumed_run_sends_each_step_that_the_server_lacks_once(
-    tmp_path: Path, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, last: int, sent: list[int]
+    tmp_path: Path,
+    calls: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    last: int,
+    sent: list[int],
 ) -> None:
-    """A resumed run sends the missing steps, and only those, after a kill before W&B had the last steps as well as
+    """Return a resumed run sends the missing steps, and only those, after a kill before W&B had the last steps as well as
     after one long after the last checkpoint.
     """
     run(tmp_path, range(5))
@@ -234,18 +261,28 @@ def test_a_resumed_file_equals_an_uninterrupted_one(
 
 
 def test_floats_read_back_bit_equal_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
-    values = {"a": 0.1 + 0.2, "b": struct.unpack("f", struct.pack("f", 0.1))[0], "c": 5e-324, "d": 1e17 + 2, "e": -0.0}
+    values = {
+        "a": 0.1 + 0.2,
+        "b": struct.unpack("f", struct.pack("f", 0.1))[0],
+        "c": 5e-324,
+        "d": 1e17 + 2,
+        "e": -0.0,
+    }
     tracker = make_tracker(tmp_path, {}, "demo", TrackingConfig(wandb="disabled"))
     tracker.log(1, values)
     tracker.log(2, {"loss": math.nan, "grad_norm": math.inf})
     tracker.close()
     first, second = read(tmp_path)
-    assert {key: struct.pack("d", first[key]) for key in values} == {k: struct.pack("d", v) for k, v in values.items()}
+    assert {key: struct.pack("d", first[key]) for key in values} == {
+        k: struct.pack("d", v) for k, v in values.items()
+    }
     assert second == {"train/step": 2, "loss": None, "grad_norm": None}
 
 
 def test_completions_are_bounded_in_number_and_length(tmp_path: Path) -> None:
-    tracker = make_tracker(tmp_path, {}, "demo", TrackingConfig(wandb="disabled", completions_per_step=2))
+    tracker = make_tracker(
+        tmp_path, {}, "demo", TrackingConfig(wandb="disabled", completions_per_step=2)
+    )
     tracker.completions(1, [{"text": "é" * 10_000, "reward": 1.0}] * 5)
     tracker.close()
     rows = read(tmp_path, "completions.jsonl")
@@ -275,7 +312,8 @@ def test_a_wandb_that_is_missing_or_raises_does_not_stop_training(
         raise SystemExit("no network") if where == "init" else RuntimeError(f"{where} is broken")
 
     if where == "import":
-        monkeypatch.setitem(sys.modules, "wandb", None)  # what Python does for a module that cannot be imported
+        # What Python does for a module that cannot be imported
+        monkeypatch.setitem(sys.modules, "wandb", None)
     elif where == "init":
         monkeypatch.setattr(sys.modules["wandb"], "init", broken)
     elif where == "summary":
@@ -289,7 +327,10 @@ def test_a_wandb_that_is_missing_or_raises_does_not_stop_training(
 
 
 def test_a_wandb_that_hangs_does_not_stop_training(
-    tmp_path: Path, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    calls: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     hang = threading.Event()
     monkeypatch.setattr(sys.modules["wandb"], "init", lambda **_: hang.wait() and FakeRun(calls))
@@ -340,7 +381,9 @@ def test_automatic_wandb_is_online_only_with_a_login(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     make_tracker(tmp_path / "run", {}, "demo", TrackingConfig(wandb=wanted)).close()
-    assert [call[1]["mode"] for call in calls if call[0] == "init"] == ([] if mode == "disabled" else [mode])
+    assert [call[1]["mode"] for call in calls if call[0] == "init"] == (
+        [] if mode == "disabled" else [mode]
+    )
 
 
 def test_real_wandb_writes_an_offline_run_that_holds_every_step(
@@ -363,27 +406,34 @@ def test_real_wandb_writes_an_offline_run_that_holds_every_step(
 def test_real_wandb_continues_an_offline_run_in_a_folder_that_holds_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`wandb sync` uploads that folder alone; uploads of several would replace each other."""
+    """Return `wandb sync` uploads that folder alone; uploads of several would replace each other."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     pytest.importorskip("wandb")
     for steps, resumed_from in ((range(5), None), (range(3, 8), 2)):
-        tracker = make_tracker(tmp_path, {"run": {"seed": 3}}, "demo", TrackingConfig(wandb="auto"), resumed_from)
+        tracker = make_tracker(
+            tmp_path, {"run": {"seed": 3}}, "demo", TrackingConfig(wandb="auto"), resumed_from
+        )
         for step in steps:
             tracker.log(step, {"reward/mean": step / 4, "loss": math.nan})
         tracker.close()
         time.sleep(1.1)  # W&B's folders are named by the second
     first, second = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert first.name == second.name == f"run-{(tmp_path / 'wandb_id').read_text()}.wandb"
-    assert first.with_suffix(".wandb.synced").exists() and not second.with_suffix(".wandb.synced").exists()
+    assert (
+        first.with_suffix(".wandb.synced").exists() and not second.with_suffix(".wandb.synced").exists()
+    )
     rows = read_wandb(second)
     assert [row["train/step"] for row in rows] == list(range(8))
     assert [row["reward/mean"] for row in rows] == [step / 4 for step in range(8)]
 
 
 def read_wandb(file: Path) -> list[dict[str, Any]]:
-    """Returns the history in W&B's own file."""
+    """Return the history in W&B's own file."""
     histories = [record.history.item for record in wandb_records(file) if record.HasField("history")]
-    return [{"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in h} for h in histories]
+    return [
+        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in h}
+        for h in histories
+    ]
 
 
 def interrupted(folder: Path, other: str) -> None:
@@ -403,7 +453,9 @@ def interrupted(folder: Path, other: str) -> None:
         tracker.close()
 
 
-def test_tensorboard_has_each_step_of_a_resumed_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tensorboard_has_each_step_of_a_resumed_run_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -426,12 +478,16 @@ def test_mlflow_has_each_step_of_a_resumed_run_once(
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     (tracked_run,) = client.search_runs([client.get_experiment_by_name("hotbunk").experiment_id])
     history = client.get_metric_history(tracked_run.info.run_id, "reward/mean")
-    assert sorted((metric.step, metric.value) for metric in history) == [(step, step / 3) for step in range(1, 7)]
+    assert sorted((metric.step, metric.value) for metric in history) == [
+        (step, step / 3) for step in range(1, 7)
+    ]
     assert tracked_run.data.params == {"run.seed": "1"} and not (tmp_path / "mlruns").exists()
     assert tracked_run.info.status == "FINISHED" and tracked_run.info.run_name == "demo"
 
 
-def test_trackio_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_has_each_step_of_a_resumed_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("trackio", reason="trackio is not installed")
     from trackio import sqlite_storage, utils
 
@@ -439,7 +495,9 @@ def test_trackio_has_each_step_of_a_resumed_run_once(tmp_path: Path, monkeypatch
         monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "store")
     interrupted(tmp_path / "run", "trackio")
     rows = sqlite_storage.SQLiteStorage.get_logs("hotbunk", "demo")
-    assert [(row["step"], row["reward/mean"]) for row in rows] == [(step, step / 3) for step in range(1, 7)]
+    assert [(row["step"], row["reward/mean"]) for row in rows] == [
+        (step, step / 3) for step in range(1, 7)
+    ]
     assert all("gap/max" not in row for row in rows)
 
 
@@ -449,7 +507,9 @@ def test_a_further_tracker_that_fails_costs_its_copy_only(
     rows: list[dict[str, Any]] = []
 
     class Failing:
-        def __init__(self, folder: Path, config: dict[str, Any], earlier: list[Any], name: str, **more: Any) -> None:
+        def __init__(
+            self, folder: Path, config: dict[str, Any], earlier: list[Any], name: str, **more: Any
+        ) -> None:
             assert (folder, config, earlier, name) == (tmp_path, {"run": {"seed": 1}}, [], "demo")
             assert more == {"project": "hotbunk", "continues": False}
 
@@ -470,7 +530,10 @@ def test_a_further_tracker_that_fails_costs_its_copy_only(
     tracker.summary({"steps": 4})
     tracker.close()
     message = capsys.readouterr().err
-    assert message == "[hotbunk] no further copy in failing (ConnectionError: gone); metrics.jsonl has everything\n"
+    assert (
+        message
+        == "[hotbunk] no further copy in failing (ConnectionError: gone); metrics.jsonl has everything\n"
+    )
     assert rows[0] == {"train/step": 1} | metrics(1) | {"gap/max": None}
     assert len(read(tmp_path)) == 4
 

@@ -14,16 +14,24 @@ RECIPE: dict[str, dict[str, Any]] = {
     "sampling": {"max_tokens": 64},
 }
 SOUND = {
-    "reward/std": 0.4, "reward/errors": 0.0, "no_signal_steps": 0.0, "length/truncated": 0.1, "updates": 1.0,
-    "skipped_steps": 0.0, "grad_norm": 0.5, "lr": 1e-4,
-}  # fmt: skip
+    "reward/std": 0.4,
+    "reward/errors": 0.0,
+    "no_signal_steps": 0.0,
+    "length/truncated": 0.1,
+    "updates": 1.0,
+    "skipped_steps": 0.0,
+    "grad_norm": 0.5,
+    "lr": 1e-4,
+}
 
 
 def run(rewards: list[float], accuracy: tuple[float, ...] = (), **changes: float | None) -> Rows:
-    """Returns the rows of a run with these rewards, evaluated before its first step and after its last."""
+    """Return the rows of a run with these rewards, evaluated before its first step and after its last."""
     figures = SOUND | {key.replace("__", "/"): value for key, value in changes.items()}
     figures = {key: value for key, value in figures.items() if value is not None}
-    rows: Rows = [{"train/step": n, "reward/mean": reward} | figures for n, reward in enumerate(rewards, 1)]
+    rows: Rows = [
+        {"train/step": n, "reward/mean": reward} | figures for n, reward in enumerate(rewards, 1)
+    ]
     if accuracy:
         rows = [{"train/step": 0, "eval/accuracy": accuracy[0]}, *rows]
         rows[-1]["eval/accuracy"] = accuracy[-1]
@@ -31,7 +39,7 @@ def run(rewards: list[float], accuracy: tuple[float, ...] = (), **changes: float
 
 
 def noisy(first: float, last: float, steps: int = 40, scatter: float = 0.05) -> list[float]:
-    """Returns a straight line with noise of this standard deviation."""
+    """Return a straight line with noise of this standard deviation."""
     noise = random.Random(f"{first}{last}{steps}")
     return [first + (last - first) * n / (steps - 1) + noise.gauss(0, scatter) for n in range(steps)]
 
@@ -68,7 +76,8 @@ def test_noise_alone_is_seldom_taken_for_learning() -> None:
 
 
 def test_the_sentence_has_the_change_its_scatter_and_both_evaluations() -> None:
-    rewards = [0.25, 0.35] * 20  # neighbours differ by 0.1: sigma² = 0.005, and 2 sigma sqrt(2 / 13) = 0.055
+    # Neighbours differ by 0.1: sigma² = 0.005, and 2 sigma sqrt(2 / 13) = 0.055
+    rewards = [0.25, 0.35] * 20
     sentence, *_ = verdict(run(rewards, (0.31, 0.3)), RECIPE)
     assert sentence == (
         "This run has not learned: its mean reward went from 0.296 in the first third of 40 steps to 0.304 in the "
@@ -92,10 +101,22 @@ FLAT = noisy(0.5, 0.5)
     ("rows", "cause"),
     [
         (run(FLAT), "no metric shows a cause"),
-        (run(FLAT, reward__errors=8.0), "25% of the answers have no reward, since reward functions failed"),
-        (run([0.0] * 40, reward__std=0.0, no_signal_steps=1.0, updates=0.0, grad_norm=None, lr=None), "reward, 0: "),
-        (run(FLAT, no_signal_steps=1.0, updates=0.0, grad_norm=None, lr=None), "in 40 of 40 steps no group had"),
-        (run(FLAT, length__truncated=0.9), "90% of the answers were cut off at the length limit: raise sampling.max_"),
+        (
+            run(FLAT, reward__errors=8.0),
+            "25% of the answers have no reward, since reward functions failed",
+        ),
+        (
+            run([0.0] * 40, reward__std=0.0, no_signal_steps=1.0, updates=0.0, grad_norm=None, lr=None),
+            "reward, 0: ",
+        ),
+        (
+            run(FLAT, no_signal_steps=1.0, updates=0.0, grad_norm=None, lr=None),
+            "in 40 of 40 steps no group had",
+        ),
+        (
+            run(FLAT, length__truncated=0.9),
+            "90% of the answers were cut off at the length limit: raise sampling.max_",
+        ),
         (
             run(FLAT, length__truncated=0.9, length__past_end=0.6),
             "90% of the answers were cut off at the length limit, and 60% of these went on after a token with which "
@@ -114,7 +135,7 @@ FLAT = noisy(0.5, 0.5)
         *("nothing", "failures", "constant", "no variance", "cut off", "no end", "long", "skipped"),
         *("small lr", "no lr", "no gradient"),
     ],
-)  # fmt: skip
+)
 def test_each_cause_is_named_and_no_other(rows: Rows, cause: str) -> None:
     _, *causes = verdict(rows, RECIPE)
     assert len(causes) == 1 and cause in causes[0], causes
@@ -122,7 +143,12 @@ def test_each_cause_is_named_and_no_other(rows: Rows, cause: str) -> None:
 
 def test_three_causes_at_most_the_likeliest_first() -> None:
     everything = run(
-        [0.0] * 40, reward__std=0.0, reward__errors=32.0, length__truncated=1.0, skipped_steps=1.0, lr=1e-7
+        [0.0] * 40,
+        reward__std=0.0,
+        reward__errors=32.0,
+        length__truncated=1.0,
+        skipped_steps=1.0,
+        lr=1e-7,
     )
     failed, constant, cut = verdict(everything, RECIPE)[1:]
     assert "no reward" in failed and "the same reward" in constant and "cut off" in cut

@@ -17,12 +17,14 @@ from trainer.run.watchdog import EXIT_CODE, Watchdog
 
 @pytest.fixture
 def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that collects exit codes in place of the process's end; the watchdog looks fifty times a second."""
+    """Return a list that collects exit codes in place of the process's end; the watchdog looks fifty times a second."""
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.02)
     return []
 
 
-def test_phases_nest_and_an_expired_outer_one_is_found(codes: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_phases_nest_and_an_expired_outer_one_is_found(
+    codes: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
     ended = threading.Event()
 
     def exit_process(code: int) -> None:
@@ -38,7 +40,9 @@ def test_phases_nest_and_an_expired_outer_one_is_found(codes: list[int], capsys:
     dog.close()
     assert codes == [EXIT_CODE]
     text = capsys.readouterr().err
-    assert "rank 0 exceeded a deadline, phase step for 0.2 s (deadline 0.2 s); phases of all ranks:" in text
+    assert (
+        "rank 0 exceeded a deadline, phase step for 0.2 s (deadline 0.2 s); phases of all ranks:" in text
+    )
     assert "  rank 0: step > rollout for 0." in text
     assert "in test_phases_nest_and_an_expired_outer_one_is_found" in text
 
@@ -60,7 +64,10 @@ def test_a_phase_past_its_deadline_names_what_it_waits_for_by_then(
             assert dog.current_phase() == "step > rollout"
             assert ended.wait(120)
     text = capsys.readouterr().err
-    assert "rank 0 exceeded a deadline, phase rollout, 3 episodes in tools for 0.3 s (deadline 0.3 s)" in text
+    assert (
+        "rank 0 exceeded a deadline, phase rollout, 3 episodes in tools for 0.3 s (deadline 0.3 s)"
+        in text
+    )
     assert "  rank 0: step > rollout, 3 episodes in tools for 0." in text
 
 
@@ -96,7 +103,9 @@ with Watchdog(store, 0, 1, lambda code: ended.set(), folder=Path(sys.argv[1])) a
     ]
 
 
-def test_errors_name_their_phase_and_device(codes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_their_phase_and_device(
+    codes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = tmp_path / "words"
     words.touch()
     monkeypatch.setenv(processes.LAST_WORDS, str(words))
@@ -133,7 +142,9 @@ def test_a_rank_that_is_asked_to_end_informs_all_ranks(codes: list[int]) -> None
         assert other.call_all()  # asked, too, by the same signal
 
 
-def test_a_rank_that_is_asked_to_end_learns_that_one_is_dead(codes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_asked_to_end_learns_that_one_is_dead(
+    codes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_CALL_SECONDS", 0.3)
     with Watchdog(dist.HashStore(), 0, 2, codes.append) as dog:
         assert not dog.call_all()
@@ -162,7 +173,9 @@ def test_a_rank_that_falls_silent_ends_the_run(
             assert not ended.wait(1.5)
     text = capsys.readouterr().err
     assert codes == ([EXIT_CODE] if end == "vanished" else [])
-    assert ("rank 0 has heard nothing of rank 1 for 0.5 s; phases of all ranks:" in text) == (end == "vanished")
+    assert ("rank 0 has heard nothing of rank 1 for 0.5 s; phases of all ranks:" in text) == (
+        end == "vanished"
+    )
 
 
 class Unplugged:
@@ -191,7 +204,7 @@ class Unplugged:
 def test_a_store_on_another_machine_that_answers_no_more_is_left(
     far: bool, codes: list[int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A silent store on this machine is waited for, since its process may be stopped for a while."""
+    """Return a silent store on this machine is waited for, since its process may be stopped for a while."""
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.02)
     monkeypatch.setattr(module, "_STORE_SILENT_SECONDS", 0.4)
     store, left = Unplugged(answers=60), threading.Event()
@@ -205,10 +218,14 @@ def test_a_store_on_another_machine_that_answers_no_more_is_left(
         assert left.wait(60 if far else 3) == far
         store.closed.set()
     assert codes == [EXIT_CODE] * far
-    assert ("rank 1: has had no answer from the first machine for 0.4 s" in capfd.readouterr().err) == far
+    assert (
+        "rank 1: has had no answer from the first machine for 0.4 s" in capfd.readouterr().err
+    ) == far
 
 
-def test_an_alarm_of_another_rank_ends_this_rank(codes: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_alarm_of_another_rank_ends_this_rank(
+    codes: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
     store = dist.HashStore()
     ended = threading.Event()
 

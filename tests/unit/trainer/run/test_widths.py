@@ -25,7 +25,13 @@ WIDE = 400
 WIDTHS = (80, 120)
 BOXES = re.compile(r"[^\w\s.,:;%±→|/+()=-]")
 SAMPLED = {"accuracy": 0.8125, "accuracy_standard_error": 0.0488, "pass@1": 0.8125, "pass@4": 0.9375}
-SAMPLED |= {"majority@1": 0.8125, "majority@4": 0.875, "reward": 0.853, "length": 123.45, "truncated": 0.02}
+SAMPLED |= {
+    "majority@1": 0.8125,
+    "majority@4": 0.875,
+    "reward": 0.853,
+    "length": 123.45,
+    "truncated": 0.02,
+}
 
 
 @dataclass
@@ -69,7 +75,9 @@ def check(screen: Screen, name: str, draw: Callable[[], object]) -> None:
         assert text == file.read_text()
 
 
-def test_a_run_has_fewer_columns_on_a_narrow_terminal(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_fewer_columns_on_a_narrow_terminal(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = iter(range(0, 10**6, 30))
 
     def draw() -> None:
@@ -104,11 +112,17 @@ def test_an_evaluation_with_k_has_a_column_for_each_dataset(screen: Screen) -> N
         assert text.count("0.938") == len(names)  # pass@4
 
 
-def test_a_plan_is_readable(screen: Screen, tiny_qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_readable(
+    screen: Screen, tiny_qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No screen is kept, since the figures change with the estimates."""
     monkeypatch.chdir(tmp_path)
     Path("model").symlink_to(tiny_qwen2)
-    sizes = {"data": {"path": "d.jsonl"}, "sampling": {"max_tokens": 64}, "engine": {"max_model_len": 2048}}
+    sizes = {
+        "data": {"path": "d.jsonl"},
+        "sampling": {"max_tokens": 64},
+        "engine": {"max_model_len": 2048},
+    }
     Path("small.yaml").write_text(yaml.safe_dump({"model": {"path": "model"}} | sizes))
     Path("d.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
 
@@ -129,5 +143,6 @@ GPU = replace(NODE.devices[0], uuid="GPU-6d3c1f52-9a1b-4c0e-8a77-0f2b9d5e4c11")
     ("name", "machine"), [("doctor_node", replace(NODE, devices=(GPU, GPU))), ("doctor_laptop", LAPTOP)]
 )
 def test_the_table_of_the_doctor_is_readable(screen: Screen, name: str, machine: doctor.Machine) -> None:
-    findings = [finding for finding in doctor.judge(machine) if not finding.remedy]  # remedies wrap by themselves
+    # Remedies wrap by themselves
+    findings = [finding for finding in doctor.judge(machine) if not finding.remedy]
     check(screen, name, lambda: doctor.show(findings))
