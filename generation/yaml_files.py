@@ -1,9 +1,12 @@
 """Read YAML files that include other files, with defaults that environment variables override.
 
-    includes: [base.yaml, sizes.yaml]        # relative to this file; later files win, and this file wins over them all
+    # Relative to this file; later files win, and this file wins over them all.
+    includes: [base.yaml, sizes.yaml]
     engine:
-      includes: [engine.yaml]                # also inside a section: that file's contents become part of the section
-      max_num_seqs: ${MAX_SEQS:64}           # the environment variable MAX_SEQS if it is set, else 64
+      # Inside a section, a file's contents become part of the section.
+      includes: [engine.yaml]
+      # The environment variable MAX_SEQS if it is set, else 64.
+      max_num_seqs: ${MAX_SEQS:64}
 
 A value is read as YAML, even if it comes from the environment: `${NAME:[1, 2]}` is a list,
 `${NAME:}` is null. Within a longer text it is inserted unchanged. `${NAME}` in capitals is short

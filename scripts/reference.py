@@ -258,8 +258,8 @@ def members_of(owner: type) -> Iterator[str]:
 
 
 def paragraph(member: Any) -> str:
-    """Return the first paragraph of a docstring."""
-    return (inspect.getdoc(member) or "").partition("\n\n")[0]
+    """Return the first paragraph of a docstring, on one line."""
+    return " ".join((inspect.getdoc(member) or "").partition("\n\n")[0].split())
 
 
 def signature(name: str, member: Any) -> str:

@@ -90,4 +90,5 @@ class SyncReport:
             yield self.unpatched
         if self.left_out != previous.left_out:
             noun = "weight" if len(self.left_out) == 1 else "weights"
-            yield f"vLLM leaves out {len(self.left_out)} {noun} of this model: {', '.join(self.left_out)}"
+            names = ", ".join(self.left_out)
+            yield f"vLLM leaves out {len(self.left_out)} {noun} of this model: {names}"

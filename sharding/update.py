@@ -37,8 +37,9 @@ class Update:
     """An update of workers by one transport, again and again. The caller's lines, for each:
 
         report = SyncReport(version)
-        results = update.run(report, Workers(link), session=number)    # collective; raises RemoteError on all ranks
-        probe = update.probe(policy)                                   # None, unless nothing else could verify it
+        # Collective; raises RemoteError on all ranks:
+        results = update.run(report, Workers(link), session=number)
+        probe = update.probe(policy)  # None, unless nothing else could verify it
 
     Attributes: settings: may be replaced between updates. transport: the way of the bytes to the
         workers. See `Transfer` for the part of an update that it sees. parameters: the parameters

@@ -73,12 +73,13 @@ class Verification:
     """The comparison, in one update, of the workers that this rank speaks to with all ranks. The
     update's calls:
 
-        workers.post("begin", verify=verification.request, ...)    # the answers are the workers' terms
-        ...                                                        # the weights travel
+        # The answers are the workers' terms.
+        workers.post("begin", verify=verification.request, ...)
+        ...  # the weights travel
         workers.post("finish")
-        verification.expect(terms)                                 # while the workers digest their weights
+        verification.expect(terms)  # while the workers digest their weights
         wrong = verification.verdict(workers, workers.collect_last(), send_again)
-        probe = verification.probe(policy, adapter)                # None, unless nothing could be compared
+        probe = verification.probe(policy, adapter)  # None, unless nothing could be compared
 
     Attributes: request: tells the workers which checkpoint names to digest (`weights`), and the
         `seed` of the part of each that is digested; without one it is all of it. comparable: some

@@ -121,9 +121,8 @@ class RLTrainer:
         )
         self.keeper = resources.enter_context(closing(keeper))
         self.tracker = resources.enter_context(closing(make_run_tracker(config, self.state)))
-        works = {
-            id(m.work): m.work for m in (self.policy, reference, critic) if m is not None
-        }  # a LoRA base shares its policy's
+        # A LoRA base shares its policy's work.
+        works = {id(m.work): m.work for m in (self.policy, reference, critic) if m is not None}
         self.meter = PhaseMeter(config, device, start.leader, watchdog, *works.values())
         self.profiler = StepProfiler(
             config.run.profile, config.run.folder / "profile", device, enabled=is_main()

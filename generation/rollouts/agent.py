@@ -213,15 +213,17 @@ def environment_rollout(
     The environment is made by `make`, or by its class `cls`. All of its methods may be sync or
     async. The calls of one turn run in order, since they share the environment.
 
-        reset(**row)        called first, with the columns of the row that it has parameters for. Returns None; or a
-                            string, which is added to the last message of the prompt; or a list of
-                            messages, which replaces the prompt
-        respond(answer)     optional: gets the text of each answer without a call, and returns the next message, or
-                            None at the end
-        turn_reward()       optional: returns a number after each answer and its calls; these numbers are summed
-        get_reward(t)       optional: returns a number, or several by name, at the end. The parameter may be left out;
-                            it is the trajectory, whose `text` is the last answer
-        close()             optional: called at the end, also after an error
+        reset(**row)      called first, with the columns of the row that it has parameters for.
+                          Returns None; or a string, which is added to the last message of the
+                          prompt; or a list of messages, which replaces the prompt
+        respond(answer)   optional: gets the text of each answer without a call, and returns the
+                          next message, or None at the end
+        turn_reward()     optional: returns a number after each answer and its calls; these
+                          numbers are summed
+        get_reward(t)     optional: returns a number, or several by name, at the end. The
+                          parameter may be left out; it is the trajectory, whose `text` is the
+                          last answer
+        close()           optional: called at the end, also after an error
 
     Instead of a string, `reset`, `respond` and tools may return a Pillow image, or a list of texts
     and such images.

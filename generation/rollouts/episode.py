@@ -341,10 +341,8 @@ def custom_rollout(target: Any, kwargs: dict[str, Any]) -> RolloutFunction:
     else:
         function = functools.partial(target, **kwargs) if kwargs else target
     called = getattr(function, "func", function)  # the function that a functools.partial calls
-    if not (
-        inspect.iscoroutinefunction(called)
-        or inspect.iscoroutinefunction(getattr(called, "__call__", None))
-    ):  # noqa: B004
+    method = getattr(called, "__call__", None)  # noqa: B004
+    if not (inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(method)):
         raise ValueError(
             f"{target!r} is not a rollout: write `async def rollout(llm, row, sampling)`, or such a "
             "method"

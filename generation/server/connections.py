@@ -15,7 +15,8 @@ less.
 """
 
 _FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+    b"HTTP/1.1 503 Service Unavailable\r\n"
+    b"content-type: text/plain\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
     b"the server has reached its limit of connections: try again later\n"
 )
 

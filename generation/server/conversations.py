@@ -72,7 +72,9 @@ VLLM_ERRORS = (
 
 FIGURES = {
     "retemplated": "prompts that were rendered again because exact ids could not be kept",
-    "strict_ignored": "requests in training whose strict tools, or calls one at a time, were not enforced",
+    "strict_ignored": (
+        "requests in training whose strict tools, or calls one at a time, were not enforced"
+    ),
     "lost_keys": "requests refused because a trajectory's client had lost its key",
     "unread_calls": "answers with tool calls that vLLM's parser could not read",
 }

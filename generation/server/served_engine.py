@@ -296,9 +296,8 @@ def _check_sampling(params: "SamplingParams", trained: SamplingSettings) -> None
     for name in set(params.__struct_fields__) - _UNCHECKED:
         asked, trained_value = (getattr(source, name) or None for source in (params, expected))
         if name == "top_k":
-            asked, trained_value = (
-                None if value == -1 else value for value in (asked, trained_value)
-            )  # 0 and -1 both truncate nothing
+            # 0 and -1 both truncate nothing.
+            asked, trained_value = (None if value == -1 else value for value in (asked, trained_value))
         if name.startswith("_") or asked == trained_value:
             continue
         trained_with = f"the policy is trained on samples drawn with {short(trained_value)}"

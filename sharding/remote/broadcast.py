@@ -5,6 +5,7 @@ For engines on other devices than the trainer's, which join a group. Rank 0 spea
 over its store.
 """
 
+import functools
 import secrets
 import time
 from collections.abc import Sequence
@@ -113,9 +114,8 @@ class Broadcast(Transport):
 
         for number in range(TRAIN_WORLD_SIZE, self.world_size):
             key = f"member/{number}"
-            wait_until(
-                lambda key=key: store.has(key), self._timeout, f"worker for weights rank {number}", look
-            )  # type: ignore[misc]
+            member = f"worker for weights rank {number}"
+            wait_until(functools.partial(store.has, key), self._timeout, member, look)
             self._check_member(number, msgspec.msgpack.decode(store.read(key)))
         store.put("go", b"1")
         self._group = BroadcastGroup(store, 0, self.world_size, self._device, self.ip, self._timeout)

@@ -63,12 +63,13 @@ class Transport:
     Every rank makes the same calls in the same order, and a subclass overrides those in which it
     differs:
 
-        transport.connect(call)                           # before the first update, and after one that broke off
-        transport.transfer(update)                        # unless overridden, brings all weights through buckets:
+        transport.connect(call)  # before the first update, and after one that broke off
+        transport.transfer(update)  # unless overridden, brings all weights through buckets:
             transport.begin(version, plan, read)
-            where = transport.send("bucket", fields, failed)    # once a buffer is filled; before its message
-            transport.wait(buffer)                        # before the buffer is filled again
-        transport.finish(release)                         # or `abort`; `leave` if all workers left a broken update
+            # Once a buffer is filled, before its message:
+            where = transport.send("bucket", fields, failed)
+            transport.wait(buffer)  # before the buffer is filled again
+        transport.finish(release)  # or `abort`; `leave` if all workers left a broken update
 
     An error of one rank is raised there, and the ranks agree on it afterwards; the next update
     begins anew.

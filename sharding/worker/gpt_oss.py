@@ -30,8 +30,7 @@ def through_loaders(model: Module, weights: NamedTensors) -> Iterator[tuple[str,
             name.endswith(".sinks")
             and (sinks := model.get_parameter(name.replace(".self_attn.", ".attn."))).is_meta
         ):
-            sinks.weight_loader(
-                sinks, weight.chunk(weight.numel() // sinks.numel())[get_tensor_model_parallel_rank()]
-            )  # type: ignore[attr-defined]
+            share = weight.chunk(weight.numel() // sinks.numel())[get_tensor_model_parallel_rank()]
+            sinks.weight_loader(sinks, share)  # type: ignore[attr-defined]
         else:
             yield name, weight

@@ -1,8 +1,9 @@
 """A folder of weights, as its writer and its readers see it, and the worker's half of weights that
 come through one.
 
-    folder/slot-0, slot-1     the weights themselves, bucket behind bucket
-    folder/manifest.json      names the slot that is complete, with every weight's place and every bucket's digest
+    folder/slot-0, slot-1   the weights themselves, bucket behind bucket
+    folder/manifest.json    names the slot that is complete, with every weight's place and every
+                            bucket's digest
 
 A writer, of this run or of any other, only writes the slot that the manifest does not name, once
 the last reader has left it, and replaces the manifest last, in one step. So a reader finds a

@@ -1,4 +1,4 @@
-"""Find words that stop a reader: docstrings that open in the middle of a thought, variables that are not nouns, twins.
+"""Find what stops a reader: docstrings that open in the middle of a thought, twins, long functions and files.
 
 `python -m tests.support.words [FOLDER …]` prints them, and tests/unit/test_words.py limits their number.
 CONTRIBUTING.md has the rules.
@@ -13,7 +13,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("trainer", "generation", "sharding", "hotbunk")
 FRAGMENTS = ("Of", "What", "As many", "Whether", "See", "The same", "That", "Those", "How", "Some")
-DETERMINERS = {"own", "found", "told", "each", "known", "others", "whole", "given", "shown", "said"}
+MOST_FUNCTION_LINES = 80
+MOST_FILE_LINES = 550
+LONG_FILES = ("trainer/config/schema.py", "generation/exact_ids.py")  # a table of keys; one algorithm
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -34,18 +36,6 @@ def fragments(folders: tuple[str, ...] = PRODUCT) -> list[str]:
                 words = text.replace(",", " ").split()
                 if any(words[: len(opening.split())] == opening.split() for opening in FRAGMENTS):
                     lines.append(f"{path}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}")
-    return lines
-
-
-def determiners(folders: tuple[str, ...] = PRODUCT) -> list[str]:
-    """List where a variable or parameter named by one of `DETERMINERS` is bound, as `path:line: name`."""
-    lines = []
-    for path, tree in parse(folders):
-        for node in ast.walk(tree):
-            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-            name = node.id if stored else node.arg if isinstance(node, ast.arg) else ""
-            if name in DETERMINERS:
-                lines.append(f"{path}:{node.lineno}: {name}")
     return lines
 
 
@@ -91,8 +81,22 @@ def undocumented(folders: tuple[str, ...] = PRODUCT) -> list[str]:
     return lines
 
 
+def oversized(folders: tuple[str, ...] = PRODUCT) -> list[str]:
+    """List functions of more than 80 lines and files of more than 550, as `path:line: name`."""
+    lines = []
+    for path, tree in parse(folders):
+        if path not in LONG_FILES and len((ROOT / path).read_text().splitlines()) > MOST_FILE_LINES:
+            lines.append(f"{path}:1: file")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > MOST_FUNCTION_LINES:
+                    lines.append(f"{path}:{node.lineno}: {node.name}")
+    return lines
+
+
 if __name__ == "__main__":
     chosen = tuple(sys.argv[1:]) or PRODUCT
-    for finder in (fragments, undocumented, determiners, twins):
+    for finder in (fragments, undocumented, twins, oversized):
         lines = finder(chosen)
         print(f"\n== {finder.__name__}: {len(lines)}", *lines, sep="\n")

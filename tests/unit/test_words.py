@@ -9,18 +9,18 @@ from tests.conftest import ROOT
 from tests.support import words
 
 MOST_FRAGMENTS = 30
-MOST_DETERMINERS = 40
 MOST_TWINS = 0
 MOST_UNDOCUMENTED = 0
+MOST_OVERSIZED = 7
 
 
 @pytest.mark.parametrize(
     ("finder", "most"),
     [
         (words.fragments, MOST_FRAGMENTS),
-        (words.determiners, MOST_DETERMINERS),
         (words.twins, MOST_TWINS),
         (words.undocumented, MOST_UNDOCUMENTED),
+        (words.oversized, MOST_OVERSIZED),
     ],
 )
 def test_the_product_has_at_most_the_permitted_number_of_each_finding(
@@ -33,7 +33,6 @@ def test_the_product_has_at_most_the_permitted_number_of_each_finding(
 def test_contributing_lists_every_word_that_the_finders_report() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Words")[2]
     assert all(f"*{opening}*" in text for opening in words.FRAGMENTS)
-    assert all(f"`{name}`" in text for name in words.DETERMINERS)
 
 
 SAMPLE = '''
@@ -65,11 +64,11 @@ def test_finders_report_every_kind_with_its_line(
         (tmp_path / f"{name}.py").write_text(SAMPLE)
     monkeypatch.setattr(words, "ROOT", tmp_path)
     assert words.fragments(("one.py",)) == ["one.py:1: Whether it rains.", "one.py:7: Of two."]
-    assert sorted(words.determiners(("one.py",))) == [
-        "one.py:10: own",
-        "one.py:11: each",
-        "one.py:13: told",
-    ]
+    monkeypatch.setattr(words, "MOST_FUNCTION_LINES", 2)
+    monkeypatch.setattr(words, "MOST_FILE_LINES", 20)
+    assert words.oversized(("one.py",)) == ["one.py:10: long"]
+    monkeypatch.setattr(words, "MOST_FILE_LINES", 10)
+    assert words.oversized(("one.py",)) == ["one.py:1: file", "one.py:10: long"]
     assert words.undocumented(("one.py",)) == ["one.py:10: long"]
     assert words.twins((".",)) == ["Rows: one.py, two.py", "Twin: one.py, two.py"]
     assert not words.twins(("one.py",))

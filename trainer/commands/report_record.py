@@ -31,7 +31,9 @@ _FIGURES = (
 _NAMED = re.compile(r"eval/(.+/)?(accuracy|pass@\d+|majority@\d+)")
 _COUNTS = {
     "skipped_steps": "updates skipped, since their loss or gradient was not finite",
-    "no_signal_steps": "steps without an update, since all answers of each group were equally good or filtered",
+    "no_signal_steps": (
+        "steps without an update, since all answers of each group were equally good or filtered"
+    ),
     "rollout/failed": "episodes that failed",
     "reward/errors": "answers on which a reward function failed",
     "reward/abstained": "answers from which all reward functions abstained",
@@ -111,7 +113,8 @@ def remarks(rows: Rows) -> Iterator[str]:
     steps, gaps = series(rows, "gap/max")
     if gaps:
         worst, mean = max(gaps), statistics.fmean(series(rows, "gap/mean")[1])
-        yield f"{what}: at most {worst:.1e} nats (step {steps[gaps.index(worst)]}), {mean:.1e} on average"
+        step = steps[gaps.index(worst)]
+        yield f"{what}: at most {worst:.1e} nats (step {step}), {mean:.1e} on average"
     trained = [row for row in rows if "reward/mean" in row]
     if bad := [row["train/step"] for row in trained if "gap/max" in row and row["gap/max"] is None]:
         yield f"{what}: not finite in {len(bad)} steps, first in step {bad[0]}"

@@ -1,9 +1,8 @@
-"""`hotbunk schema`: print a JSON Schema of recipes, with which editors complete and explain
-keys.
-"""
+"""`hotbunk schema`: print the JSON Schema by which editors complete and explain recipes' keys."""
 
 import argparse
 import json
+import re
 from typing import Any
 
 from generation.yaml_files import INCLUDES
@@ -35,6 +34,8 @@ def recipe_schema() -> dict[str, Any]:
     for section in (schema, *schema["$defs"].values()):
         section.get("properties", {})[INCLUDES] = includes
         section.pop("required", None)  # an included file may have the keys that are missing here
+        if meaning := section.get("description"):
+            section["description"] = re.sub(r"(?<!\n)\n(?!\n)", " ", meaning)
     functions = schema["$defs"]["RewardConfig"]["properties"]["functions"]
     # A name alone is an entry, too
     functions["items"] = {"anyOf": [{"type": "string"}, functions["items"]]}

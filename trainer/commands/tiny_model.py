@@ -54,7 +54,8 @@ CHAT_TEMPLATE = """\
         {%- endif %}
         {%- for call in message.tool_calls or [] %}
             {%- set function = call.function or call %}
-            {{- '<tool_call>' + {'name': function.name, 'arguments': function.arguments} | tojson + '</tool_call>' }}
+            {{- '<tool_call>' + {'name': function.name, 'arguments': function.arguments} | tojson
+                + '</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- endif %}

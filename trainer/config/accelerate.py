@@ -46,7 +46,9 @@ _IGNORED = {  # keys whose effect Hotbunk has anyway, or that do not change resu
 }
 _OFF = ("no", "none", "false", "", "auto", "{}", "[]")  # values by which a key asks for nothing
 _COUNTERPARTS = {  # keys that are refused, and what to use instead
-    "offload_param_device": "policy.offload moves weights and optimizer state to the host between shifts",
+    "offload_param_device": (
+        "policy.offload moves weights and optimizer state to the host between shifts"
+    ),
     "gradient_accumulation_steps": "batch.updates_per_step and batch.tokens_per_micro_batch decide it",
     "deepspeed_config_file": "the keys of policy replace that file",
     "dynamo_config": "policy.compile is for that",

@@ -89,7 +89,9 @@ def check_start(lora: LoraConfig) -> Iterator[str]:
         return
     folder = Path(lora.start)
     if not (folder / ADAPTER).is_file():
-        yield f"lora.start: {folder} is not the folder of an adapter, since it has no {ADAPTER}: name one"
+        yield (
+            f"lora.start: {folder} is not the folder of an adapter, since it has no {ADAPTER}: name one"
+        )
         return
     try:
         require_no_pointers(folder)

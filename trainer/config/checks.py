@@ -519,7 +519,9 @@ def _check_memory(config: TrainConfig) -> Iterator[str]:
         and there is not None
         and asked * (1 if cuda else engine.tensor_parallel_size) > there
     ):
-        yield f"engine.kv_cache_gib = {asked:g} is more than the {there:.0f} GiB of this device: lower it"
+        yield (
+            f"engine.kv_cache_gib = {asked:g} is more than the {there:.0f} GiB of this device: lower it"
+        )
 
 
 def _check_run(config: TrainConfig) -> Iterator[str]:
@@ -639,7 +641,9 @@ def _check_quantization(config: TrainConfig, model: dict[str, Any]) -> Iterator[
     overridden = isinstance(overrides, dict) and overrides.get("quantization_config")
     keys = [key for key in QUANTIZING if extra.get(key)]
     for key in [*keys, *(["hf_overrides.quantization_config"] if overridden else [])]:
-        yield f"engine.extra.{key} is set, but weights are not synced into quantised engines: leave it out"
+        yield (
+            f"engine.extra.{key} is set, but weights are not synced into quantised engines: leave it out"
+        )
     if model.get("quantization_config"):
         yield (
             f"model.path: {config.model.path} is quantised and cannot be trained: name the model it was "

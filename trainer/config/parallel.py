@@ -41,7 +41,9 @@ def _check_sequences(
     key, ways = "policy.sequence_parallel", config.policy.sequence_parallel
     yield from check_divides(RANKS, ranks, key, ways)
     if not config.batch.packing:
-        yield f"{key} is {ways}, but only sequences without padding can be cut: set batch.packing to true"
+        yield (
+            f"{key} is {ways}, but only sequences without padding can be cut: set batch.packing to true"
+        )
     if (attention := config.model.attn_implementation) != "sdpa":
         yield f"{key} is {ways}, but model.attn_implementation is {quoted(attention)}: set it to sdpa"
     for name, model in models:

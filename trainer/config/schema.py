@@ -199,9 +199,10 @@ class EngineConfig(Section):
         "shared",
         "where the engines run (docs/apart.md)",
         shared="on the devices of the ranks that train, taking turns with them",
-        ranks="on the devices of the last engine.ranks ranks, which only generate while the others train",
-        ray="in actors of Ray, in the cluster at RAY_ADDRESS or a new one; the last rank only holds "
-        "them",
+        ranks="on the devices of the last engine.ranks ranks, which only generate while the "
+        "others train",
+        ray="in actors of Ray, in the cluster at RAY_ADDRESS or a new one; the last rank only "
+        "holds them",
     )
     ranks: Size = key(1, "with placement ranks: number of trailing ranks that only generate")
     replicas: Size = key(
@@ -286,8 +287,8 @@ class SyncConfig(Section):
         "engines",
         staged="through two buffers that trainer and engine both map",
         pull="engines read the shards of all ranks of their machine; nothing is gathered or staged",
-        zero_copy="one rank, unpacked weights: the policy computes with the engine's weights, so a step is "
-        "the sync",
+        zero_copy="one rank, unpacked weights: the policy computes with the engine's weights, "
+        "so a step is the sync",
         storage="through the run's folder weights, which other engines can load from, too",
     )
 

@@ -124,11 +124,12 @@ def check_way(config: TrainConfig, ranks: int, environ: Mapping[str, str]) -> It
 
 def _delta_obstacles(config: TrainConfig) -> Iterator[str]:
     """Yield the reasons why weights cannot be sent as changes of those before."""
+    unverified = config.sync.verify == "off"
+    small = config.lora.engines_apply
     reasons = {
         "engine.placement is shared, where nothing travels: leave it out": not placement(config).remote,
-        "sync.verify is off, and digests have to prove the result: set it to sample": config.sync.verify
-        == "off",
-        "lora.sync sends a small adapter anyway: leave it out, or set lora.sync to merged": config.lora.engines_apply,
+        "sync.verify is off, and digests have to prove the result: set it to sample": unverified,
+        "lora.sync sends a small adapter anyway: leave it out, or set lora.sync to merged": small,
         **_record_obstacles(config),
     }
     return (reason for reason, holds in reasons.items() if holds)
@@ -176,9 +177,10 @@ def _record_obstacles(config: TrainConfig) -> dict[str, bool]:
     unknown.
     """
     packed = resolve_device(config) == "cpu" and not config.engine.plain_cpu_weights
+    unrecorded = not config.sync.replay
     return {
         "engine.plain_cpu_weights is false, so that vLLM packs them: set it to true": packed,
-        "sync.replay is false, and only the record says where they are: set it to true": not config.sync.replay,
+        "sync.replay is false, and only the record says where they are: set it to true": unrecorded,
     }
 
 

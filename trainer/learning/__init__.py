@@ -1,7 +1,7 @@
 """Learning: the way from scored trajectories to optimizer steps.
 
-    groups        answers by prompt, without failed ones; their rewards, shaped by length; the batch of each optimizer
-                  step, and each rank's share of it
+    groups        answers by prompt, without failed ones; their rewards, shaped by length; the
+                  batch of each optimizer step, and each rank's share of it
     credit        an advantage for every token
     policy_loss   the loss of one optimizer step, for the policy and for the critic
     metrics       a step's figures

@@ -5,8 +5,11 @@ Dense weights are sharded over all ranks. Of eight experts on four ranks with
 `policy.expert_parallel: 2`, the mesh is
 
     rank                        0      1      2      3
-    experts that it computes    0–3    4–7    0–3    4–7     [efsdp, ep], ep is the faster dimension, as in Transformers
-    experts that it holds       0–1    4–5    2–3    6–7     FSDP2 shards them over the ranks that compute the same ones
+    experts that it computes    0–3    4–7    0–3    4–7
+    experts that it holds       0–1    4–5    2–3    6–7
+
+Its dimensions are [efsdp, ep], of which ep is the faster one, as in Transformers. FSDP2 shards
+experts over the ranks that compute the same ones.
 
 The plan, the split and the exchange of tokens are Transformers' own (`ep_dispatch_experts` in
 transformers/distributed/tensor_parallel.py). Its `from_pretrained` is not, since in 5.19 it refuses

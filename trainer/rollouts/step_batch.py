@@ -24,8 +24,8 @@ class StepBatch:
         batch = StepBatch(config, dataset)
         while batch.missing:
             seed = batch.seed(step)
-            batch.add(...)                  # a round of `batch.missing` prompts, sampled with this seed
-        answers, groups = batch.kept()      # to train on
+            batch.add(...)  # a round of `batch.missing` prompts, sampled with this seed
+        answers, groups = batch.kept()  # to train on
 
     Attributes:
         rounds: the rounds of the step, in order.

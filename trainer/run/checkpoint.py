@@ -1,11 +1,12 @@
 """Write, verify and load checkpoints, which are either complete or invisible.
 
     checkpoints/step_40/
-        __0_0.distcp, ..., .metadata     the parts' sharded tensors, by torch.distributed.checkpoint
-        rank_0.json, ...                 each rank's random states
-        extra.json                       the state of the loop: step, data fingerprint, counters
-        carried_0.msgpack, ...           each rank's answers that are not trained on yet, if there are any
-        COMPLETE                         written last: the SHA-256 of all other files, in the format of `sha256sum -c`
+        __0_0.distcp, ..., .metadata   the parts' sharded tensors, by torch.distributed.checkpoint
+        rank_0.json, ...               each rank's random states
+        extra.json                     the state of the loop: step, data fingerprint, counters
+        carried_0.msgpack, ...         each rank's answers that are not trained on yet, if any
+        COMPLETE                       written last: the SHA-256 of all other files, in the format
+                                       of `sha256sum -c`
 
 All files are written to `step_40.tmp` and synced to disk before that folder is renamed, and the
 marker is written last. So the newest folder with a marker can be loaded, whichever process is

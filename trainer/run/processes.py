@@ -284,10 +284,8 @@ def _enforce(
         again = _next_signal(reader, left)
         if again is not None and time.monotonic() - first > _SAME_REQUEST_SECONDS:
             os._exit(128 + again)
-    os.write(
-        2,
-        f"rank {_rank()}: still in phase {phase()} {grace_seconds:.0f} s after the signal; leaving\n".encode(),
-    )
+    message = f"still in phase {phase()} {grace_seconds:.0f} s after the signal; leaving"
+    os.write(2, f"rank {_rank()}: {message}\n".encode())
     faulthandler.dump_traceback(file=2, all_threads=True)
     leave(128 + number)
 

@@ -15,12 +15,12 @@ from generation.engine.settings import OWN_ARGUMENTS
 from generation.yaml_files import read_yaml
 
 _GONE = {
-    "max_paddings": "vLLM pads no batches any more: leave it out; max_num_batched_tokens bounds the tokens of a "
-    "step",
-    "swap_space": "vLLM swaps no KV blocks to the CPU any more, it computes them again: leave it out, or set "
-    "kv_offloading_size (GiB of host memory for the KV cache)",
-    "sliding_window": "the window is read from the model's config.json: leave it out; disable_sliding_window: true "
-    "switches it off",
+    "max_paddings": "vLLM pads no batches any more: leave it out; max_num_batched_tokens "
+    "bounds the tokens of a step",
+    "swap_space": "vLLM swaps no KV blocks to the CPU any more, it computes them again: leave it "
+    "out, or set kv_offloading_size (GiB of host memory for the KV cache)",
+    "sliding_window": "the window is read from the model's config.json: leave it out; "
+    "disable_sliding_window: true switches it off",
 }
 SAMPLING: dict[str, tuple[Callable[[Any], bool], str]] = {
     "temperature": (lambda v: v >= 0, "at least 0, which is greedy"),
@@ -91,7 +91,8 @@ _FIXED = {
     "frequency_penalty": 0,
     "repetition_penalty": 1,
     "new_token_limit": True,
-}  # the values in training of hyper-parameters without a key in recipes
+}
+"""The values in training of hyper-parameters without a key in recipes."""
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@ script.
 
     from hotbunk_client import serve
 
-    async def agent(base_url, api_key, model, row):     # or a plain function
-        ...                                             # any OpenAI client or agent framework
-        return 1.0                                      # or {"name": reward, ...}, or (reward, {"metric": number, ...})
+    async def agent(base_url, api_key, model, row):  # or a plain function
+        ...  # any OpenAI client or agent framework
+        return 1.0  # or {"name": reward, ...}, or (reward, {"metric": number, ...})
 
     serve(agent)
 

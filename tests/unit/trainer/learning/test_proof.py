@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -121,9 +121,10 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, settings: Any) -> Ten
 def with_kernel(monkeypatch: pytest.MonkeyPatch, fault: float = 0.0) -> None:
     """Put a kernel in place that takes sinks on a CPU."""
     monkeypatch.setattr(attention, "_kernel_takes", lambda *_: True)
-    faulty: Callable[..., Tensor] = lambda q, k, v, sinks, settings: kernel(
-        q, k, v, sinks + fault, settings
-    )  # noqa: E731
+
+    def faulty(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, settings: Any) -> Tensor:
+        return kernel(q, k, v, sinks + fault, settings)
+
     monkeypatch.setattr(attention._KernelWithSinks, "apply", faulty)
 
 

@@ -174,9 +174,8 @@ def test_a_step_is_ordered_from_its_prompts_on_and_with_a_lag_one_shift_before(
     for lag in (0, 1):
         source, engines = remote_source(lag, steps=3)
         for step in (1, 2, 3):
-            monkeypatch.setattr(
-                "trainer.rollouts.remote.receive_rounds", lambda: [Round(version=3, position=8 * step)]
-            )  # noqa: B023
+            rounds = [Round(version=3, position=8 * step)]
+            monkeypatch.setattr("trainer.rollouts.remote.receive_rounds", lambda rounds=rounds: rounds)
             source.produce(Order(step, 3, 8 * (step - 1)))
             expected = [("sample", number + 1, 8 * number) for number in range(step)]
             assert engines.orders == expected
