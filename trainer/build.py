@@ -128,7 +128,6 @@ def build_local_source(start: Start, resources: ExitStack, give_up: Callable[[],
         start.prompts,
         start.sampling,
         held_outs=start.held_outs,
-        lengths=start.lengths,
         give_up=give_up,
     )
     return resources.enter_context(closing(source))
@@ -144,7 +143,7 @@ def build_source(
     engines.
     """
     if isinstance(sharding, RemoteEngines):
-        return RemoteSource(start.config, sharding, start.prompts, start.lengths, start.carried)
+        return RemoteSource(start.config, sharding, start.prompts, start.carried)
     return build_local_source(start, resources, give_up)
 
 

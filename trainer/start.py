@@ -72,13 +72,6 @@ class Start:
         """
         return self.checkpoint if self.state.prompts else None
 
-    @property
-    def lengths(self) -> dict[int, int] | None:
-        """The prompts' last answer lengths, if the longest begin first (`Terms.lengths`); the state
-        keeps them.
-        """
-        return self.state.lengths if self.config.rollout.order == "longest_first" else None
-
 
 def begin(
     config: TrainConfig, watchdog: Watchdog, resources: ExitStack, doing: Callable[[], str]

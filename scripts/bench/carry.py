@@ -8,8 +8,6 @@ of a step is several times the mean. The weights stay as they are, and nothing i
 
 whole           every step waits for all of its answers
 slices          rollout.slice_tokens and rollout.ahead; steps in which answers in flight still gather do not count
-longest first   steps of twice as many answers as the engine runs at once, begun in the order of the data, and again by
-                rollout.order: longest_first, with the lengths of exactly these answers: more than it can know elsewhere
 """
 
 import argparse
@@ -33,7 +31,6 @@ from trainer.config.slices import oldest_age
 from trainer.data import Prompt, PromptDataset
 from trainer.rollouts.carried import CarriedPool
 from trainer.rollouts.pool import EpisodePool, Pool, Terms
-from trainer.rollouts.step_batch import longest_answers
 
 Row = dict[str, float]
 
@@ -77,8 +74,8 @@ class Steps:
         engines = Pool(leader, tokenizer, rewards, HashStore(), level, prompts=take)
         self.pool: EpisodePool = CarriedPool(self.config, engines) if sliced else engines
 
-    def step(self, lengths: dict[int, int] | None = None) -> Row:
-        """Run a step and return its figures. After a step with `lengths` (`Terms`), the next has the same prompts."""
+    def step(self) -> Row:
+        """Run a step and return its figures."""
         self.number += 1
         sampling = SamplingSettings(self.options.max_tokens, stop_token_ids=self.ends)
         settings = RolloutSettings(self.options.group, sampling, 0, seed=0, step=self.number)
@@ -86,13 +83,10 @@ class Steps:
         self.leader.thread.run(self.leader.engine.reset_prefix_cache(), 60, "resetting the prefix cache")
         prefill = self.prefill()
         began = time.perf_counter()
-        taken = self.pool.take(at, count, settings, Terms(3600, lengths=lengths))
+        taken = self.pool.take(at, count, settings, Terms(3600))
         seconds = time.perf_counter() - began
         answers = taken.answers()
         self.position = taken.position
-        if lengths is not None:
-            self.position = at
-            lengths |= longest_answers(answers, self.prompts.take(at, count, 0))
         sampled = [answer.sampled for answer in answers]
         figures = {"seconds": seconds, "tokens": float(sum(sampled)), "longest": float(max(sampled))}
         figures["prefill"] = prefill
@@ -134,13 +128,6 @@ def benchmark(options: argparse.Namespace) -> None:
             sliced.step()
         rows["slices"] = [sliced.step() for _ in range(options.rounds)]
         sliced.pool.close()
-        many = Steps(leader, options, False, 2 * options.max_num_seqs // options.group)
-        lengths: dict[int, int] = {}
-        many.step(lengths=lengths)  # remembers them
-        many.number -= 1
-        rows["order of the data"] = [many.step(lengths={})]
-        many.number -= 1
-        rows["longest first"] = [many.step(lengths=dict(lengths))]
     present(options, sliced.config, rows)
 
 
@@ -153,7 +140,6 @@ def present(options: argparse.Namespace, config: TrainConfig, rows: dict[str, li
 
     rates = {name: total(name, "tokens") / total(name, "seconds") for name in rows}
     ratios = {"slices": rates["slices"] / rates["whole"]}
-    ratios["longest first"] = rates["longest first"] / rates["order of the data"]
     cells = []
     for name, steps in rows.items():
         longest = max(row["longest"] for row in steps)

@@ -119,7 +119,7 @@ def test_slices_are_compared_with_steps_that_wait_for_their_longest_answer(tmp_p
         "2",
     )
     figures, printed = run("carry.py", tmp_path, *sizes)
-    assert figures["rows"].keys() == {"whole", "slices", "order of the data", "longest first"}
+    assert figures["rows"].keys() == {"whole", "slices"}
     assert all(row["tokens"] > 0 for rows in figures["rows"].values() for row in rows)
     ages = [row["stale/age_max"] for row in figures["rows"]["slices"]]
     assert 0 < max(ages) <= 4 and "at most 4 steps old" in printed

@@ -10,6 +10,7 @@ import yaml
 from tests.conftest import ROOT
 from trainer import TrainConfig
 from trainer.cli import parse
+from trainer.config.recipe import REFUSED
 from trainer.config.suggestions import counterparts
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -20,7 +21,7 @@ KEYS = {
     for section, field in TrainConfig.model_fields.items()
     for key in field.annotation.model_fields
 }
-MISTAKES = {"policy.learning_rate", "sampling.top_p"}  # quoted from the sentences that refuse them
+MISTAKES = {"policy.learning_rate", *REFUSED}  # quoted from the sentences that refuse them
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -47,10 +47,15 @@ RENAMED: dict[str, tuple[str, dict[Any, Any]]] = {
 changed as well.
 """
 
-TRUNCATING = ("sampling.top_p", "sampling.top_k", "sampling.min_p")
-"""Keys that only evaluation has: the engine renormalises over the remaining tokens, and the trainer
-does not.
-"""
+_TRUNCATED = "when sampling is truncated the engine's probabilities are not the policy's"
+REFUSED = {
+    "rollout.order": "engines begin prompts in the order of the data",
+    # The engine renormalises over the remaining tokens, and the trainer does not
+    "sampling.top_p": _TRUNCATED,
+    "sampling.top_k": _TRUNCATED,
+    "sampling.min_p": _TRUNCATED,
+}
+"""Keys that do not exist, or not any more, and nothing stands for: the reason of each."""
 
 
 def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
@@ -306,9 +311,8 @@ def _unknown(key: str, value: Any) -> str:
         if isinstance(value, bool | int):
             words = str(values.get(value, values.get(type(value), words))).format(words)
         return f"{key} is now {new}: write {new}: {words}"
-    if key in TRUNCATING:
-        why = "when sampling is truncated the engine's probabilities are not the policy's"
-        return f"{key} is {quoted(value)}, but {why}: leave it out"
+    if key in REFUSED:
+        return f"{key} is {quoted(value)}, but {REFUSED[key]}: leave it out"
     return f"{key} is not a known key{_hint(key) or '; see --help for all of them'}"
 
 

@@ -655,12 +655,6 @@ class RolloutConfig(Section):
     max_error_rate: Share = key(
         0.1, "largest share of a step's episodes that may fail before the run ends"
     )
-    order: Literal["data", "longest_first"] = key(
-        "data",
-        "order in which engines begin prompts; it changes no answer",
-        data="that of the data",
-        longest_first="prompts whose last answers were longest come first",
-    )
     max_image_mib: Count = key(
         32, "most MiB of encoded images that tools, environments or clients add to an episode"
     )

@@ -22,7 +22,7 @@ from trainer.config.slices import prompts_ahead
 from trainer.data import Prompt
 from trainer.distributed import say
 from trainer.learning.answers import gather_answers
-from trainer.rollouts.pool import Pool, Terms, starting_order
+from trainer.rollouts.pool import Pool, Terms
 from trainer.rollouts.round import Round, read_groups, sampled_round
 
 _STOP_SECONDS = 15.0
@@ -121,7 +121,7 @@ class CarriedPool:
             ]
         resumed = self._resume()
         fresh = max(0, count + prompts_ahead(self._config) - len(self._flights))
-        groups = resumed + self._deal(self._prompts(position, fresh), position, terms.lengths)
+        groups = resumed + self._deal(self._prompts(position, fresh), position)
         counts = self._grow(
             [self._beginning(group, settings) for group in groups], count, settings, terms
         )
@@ -273,24 +273,21 @@ class CarriedPool:
             say(f"{restarted} unfinished episodes start again from their prompts")
         return groups
 
-    def _deal(
-        self, prompts: list[Prompt], position: int, lengths: dict[int, int] | None
-    ) -> list[CarriedGroup]:
+    def _deal(self, prompts: list[Prompt], position: int) -> list[CarriedGroup]:
         """Assign each new prompt to the engine with the fewest unfinished groups; return this
         engine's new groups.
         """
         loads = [0] * self._engines.engines
         for flight in self._flights.values():
             loads[flight.engine] += not flight.complete
+        groups = []
         for place, prompt in enumerate(prompts, position):
             engine = loads.index(min(loads))
             loads[engine] += 1
             self._flights[place] = _Flight(prompt, engine, self._step)
-        places = [position + index for index in starting_order(prompts, lengths)]
-        here = [
-            p for p in places if self._episodes is not None and self._flights[p].engine == self._number
-        ]
-        return [CarriedGroup(place, self._step) for place in here]
+            if self._episodes is not None and engine == self._number:
+                groups.append(CarriedGroup(place, self._step))
+        return groups
 
     def _beginning(self, group: CarriedGroup, settings: RolloutSettings) -> Beginning:
         prompt, engines = self._flights[group.place].prompt, self._engines

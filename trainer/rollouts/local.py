@@ -43,7 +43,6 @@ class LocalSource:
         dataset: PromptDataset,
         sampling: SamplingSettings,
         held_outs: Sequence[HeldOut] = (),
-        lengths: dict[int, int] | None = None,
         give_up: Callable[[], bool] = lambda: False,
     ) -> None:
         """Sample evaluations on `engines`, and take the groups of steps from `pool`, which has the
@@ -53,7 +52,6 @@ class LocalSource:
             dataset: the training prompts.
             sampling: their sampling settings.
             held_outs: the datasets of an evaluation.
-            lengths: as `Terms.lengths`; used in training only.
             give_up: polled during a step; True abandons the step, since the run was asked to end.
         """
         self._config = config
@@ -62,7 +60,6 @@ class LocalSource:
         self._dataset = dataset
         self._sampling = sampling
         self._held_outs = held_outs
-        self._lengths = lengths
         self._give_up = give_up
         self._version = 0  # of the policy in the latest step
 
@@ -77,7 +74,7 @@ class LocalSource:
         """
         self.take_back(order.step)
         self._version = order.version
-        batch = StepBatch(self._config, self._dataset, self._lengths)
+        batch = StepBatch(self._config, self._dataset)
         position = order.position
         while batch.missing:
             settings = self._settings(order, batch.seed(order.step))
@@ -97,9 +94,7 @@ class LocalSource:
 
     def _terms(self) -> Terms:
         deadline = self._config.run.first_step_deadline_s
-        return Terms(
-            deadline, self._give_up, details=self._config.algorithm.rewards_apart, lengths=self._lengths
-        )
+        return Terms(deadline, self._give_up, details=self._config.algorithm.rewards_apart)
 
     def evaluate(self, order: Order) -> list[Round]:
         """Sample an evaluation, as `Source.evaluate`."""
@@ -116,7 +111,7 @@ class LocalSource:
         """Return the batch of kept rounds: sampling does not depend on earlier ones, as slices
         exclude a journal.
         """
-        return StepBatch.of(rounds, order, self._config, self._dataset, self._lengths)
+        return StepBatch.of(rounds, order, self._config, self._dataset)
 
     def take_back(self, step: int) -> None:
         """Undo an attempt at this step, as `Source.take_back`."""

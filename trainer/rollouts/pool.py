@@ -3,7 +3,6 @@ get all answers.
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -52,15 +51,15 @@ class StepAbandoned(RuntimeError):
 class Terms:
     """The conditions of a round of rollouts.
 
-    Attributes: timeout: seconds after which a round fails. give_up: polled during a round; True
-        abandons it. details: as in `gather_answers`. lengths: last answer length in tokens by
-        prompt id; the longest begin first. None: prompts begin in their order.
+    Attributes:
+        timeout: seconds after which a round fails.
+        give_up: polled during a round; True abandons it.
+        details: as in `gather_answers`.
     """
 
     timeout: float
     give_up: Callable[[], bool] = lambda: False
     details: bool = False
-    lengths: dict[int, int] | None = None
 
 
 class EpisodePool(Protocol):
@@ -164,10 +163,9 @@ class Pool:
             is not finite.
         """
         self.begin_round()
-        order = starting_order(prompts, terms.lengths)
 
         def sample(leader: Leader) -> Coroutine[Any, Any, list[Trajectory]]:
-            return self._sample(leader, prompts, settings, terms.timeout, voting, order)
+            return self._sample(leader, prompts, settings, terms.timeout, voting)
 
         sampled = self.on_leaders(sample, terms, settings.step)
         answers = gather_answers(sampled or [], terms.details)
@@ -264,9 +262,8 @@ class Pool:
         settings: RolloutSettings,
         timeout: float,
         voting: bool,
-        order: Sequence[int],
     ) -> list[Trajectory]:
-        """Sample and score this engine's share of the prompts, which begin in the given order."""
+        """Sample and score this engine's share of the prompts, which begin in their order."""
         ids, level, key = [prompt.token_ids for prompt in prompts], self.level, f"rollout/{self._rounds}"
 
         def claim() -> int | None:
@@ -274,7 +271,7 @@ class Pool:
             only.
             """
             index = self._store.add(key, 1) - 1
-            return order[index] if index < len(ids) else None
+            return index if index < len(ids) else None
 
         async def score(trajectory: Trajectory) -> None:
             await self.score(trajectory, prompts[trajectory.prompt_index], voting)
@@ -357,17 +354,6 @@ class Pool:
 
     def _text(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(self._ends.removed_from(token_ids), skip_special_tokens=True))
-
-
-def starting_order(prompts: Sequence[Prompt], lengths: dict[int, int] | None) -> list[int]:
-    """Return the prompts' indices in the order in which engines begin them.
-
-    With `lengths`, the last answer length in tokens by prompt id, prompts with the longest answers
-    begin first, after those without an answer, whose length is unknown. Otherwise they keep their
-    order.
-    """
-    tokens = lengths or {}
-    return sorted(range(len(prompts)), key=lambda index: -tokens.get(prompts[index].id, math.inf))
 
 
 async def unless(stopped: Callable[[], bool], work: Coroutine[Any, Any, T]) -> T | None:

@@ -74,16 +74,14 @@ class RemoteSource:
         config: TrainConfig,
         engines: RemoteEngines,
         dataset: PromptDataset,
-        lengths: dict[int, int] | None = None,
         start: Path | None = None,
     ) -> None:
-        """Return `start` is the checkpoint that the run resumes from; `dataset` and `lengths` are
-        those of `StepBatch`.
+        """Return `start` is the checkpoint that the run resumes from; `dataset` is that of
+        `StepBatch`.
         """
         self._config = config
         self._engines = engines
         self._dataset = dataset
-        self._lengths = lengths
         self._ordered: Order | None = None  # the order that engines are working on
         # Rounds that were received and not used yet, by the step of their order, which is below 0
         # for evaluations.
@@ -113,7 +111,7 @@ class RemoteSource:
         self._version = order.version
         last.figures = self._aged(last, order.version)
         self._order_ahead(order.step, last.position)
-        return StepBatch.of(rounds, order, self._config, self._dataset, self._lengths)
+        return StepBatch.of(rounds, order, self._config, self._dataset)
 
     def evaluate(self, order: Order) -> list[Round]:
         """Return an evaluation's rounds, as `Source.evaluate`."""
@@ -136,7 +134,7 @@ class RemoteSource:
         self._restores = True
         if ahead:
             self._order_ahead(last.step, last.position)
-        return StepBatch.of(rounds, order, self._config, self._dataset, self._lengths)
+        return StepBatch.of(rounds, order, self._config, self._dataset)
 
     def take_back(self, step: int) -> None:
         """Do nothing, since an order that fails ends the run."""

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from generation.engine.sampling import sample_seed
-from generation.trajectory import by_episode
 from trainer.algorithms.shaping import SamplingDecision, dynamic_sampling
 from trainer.config.schema import TrainConfig
 from trainer.data import Prompt, PromptDataset
@@ -33,15 +32,10 @@ class StepBatch:
         answers: the answers of all ranks; their `prompt_index` is the index in `prompts`.
     """
 
-    def __init__(
-        self, config: TrainConfig, dataset: PromptDataset, lengths: dict[int, int] | None = None
-    ) -> None:
-        """Return `dataset` has the training prompts; `lengths` are `Terms.lengths`, which each
-        round updates.
-        """
+    def __init__(self, config: TrainConfig, dataset: PromptDataset) -> None:
+        """Return `dataset` has the training prompts."""
         self._config = config
         self._dataset = dataset
-        self._lengths = lengths
         self._target = config.batch.prompts_per_step
         self._selects = config.algorithm.selects_groups
         self.rounds: list[Round] = []
@@ -52,19 +46,14 @@ class StepBatch:
 
     @classmethod
     def of(
-        cls,
-        rounds: Sequence[Round],
-        order: Order,
-        config: TrainConfig,
-        dataset: PromptDataset,
-        lengths: dict[int, int] | None,
+        cls, rounds: Sequence[Round], order: Order, config: TrainConfig, dataset: PromptDataset
     ) -> "StepBatch":
         """Return the batch of an order whose rounds other ranks have sampled, or this run before a
         restart. Collective.
 
         The arguments after `order` are those of the constructor.
         """
-        batch = cls(config, dataset, lengths)
+        batch = cls(config, dataset)
         version = order.version if config.rollout.ages else None
         for sampled in rounds:
             sampled.answers(config.algorithm.rewards_apart, version)
@@ -97,8 +86,6 @@ class StepBatch:
         answers = sampled.answers()
         for answer in answers:
             answer.stored_images = prompts[answer.prompt_index].images
-        if self._lengths is not None:
-            self._lengths |= longest_answers(answers, prompts)
         if earlier := len(self.prompts):
             answers = [replace(answer, prompt_index=answer.prompt_index + earlier) for answer in answers]
         self.rounds.append(sampled)
@@ -140,17 +127,3 @@ class StepBatch:
             "sampling/shortfall": float(self._decision.shortfall),
             "sampling/dropped": float(len(self.prompts) - len(self._decision.keep)),
         } | slices
-
-
-def longest_answers(answers: Sequence[Answer], prompts: Sequence[Prompt]) -> dict[int, int]:
-    """Return the number of sampled tokens of each prompt's longest episode, by prompt id.
-
-    Prompts whose episodes have all failed are left out.
-    """
-    longest: dict[int, int] = {}
-    for episode in by_episode(answers):
-        if not any(answer.error for answer in episode):
-            prompt = prompts[episode[0].prompt_index].id
-            length = sum(answer.sampled for answer in episode)
-            longest[prompt] = max(length, longest.get(prompt, 0))
-    return longest

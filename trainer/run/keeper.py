@@ -71,8 +71,6 @@ class RunState:
     shortcuts: dict[str, bool] = field(default_factory=dict)
     # Tokens besides EOS at which the run's answers end
     stop_token_ids: list[int] = field(default_factory=list)
-    # Last answer length by prompt id; see `longest_answers`
-    lengths: dict[int, int] = field(default_factory=dict)
 
     def count_step(self, metrics: dict[str, float]) -> None:
         """Count a finished step with these metrics."""
@@ -215,7 +213,7 @@ def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | Non
                 f"{path} was saved by another version of Hotbunk: in extra.json, state: {error}"
             ) from error
         if extra["identity"].get("data") != identity["data"]:
-            state.prompts, state.lengths = 0, {}  # positions and ids mean nothing in other data
+            state.prompts = 0  # a position means nothing in other data
         passed_over = ", the newest sound checkpoint" if path != candidates[0] else ""
         say(f"resuming from {path}{passed_over}, after step {state.step}")
         return path, state

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.recipe import RENAMED, known_keys, load_config
+from trainer.config.recipe import REFUSED, RENAMED, known_keys, load_config
 from trainer.errors import UserError
 
 
@@ -12,6 +12,7 @@ def test_former_names_are_not_keys_and_present_ones_are() -> None:
     keys = {name for name, _ in known_keys()}
     for old, (new, _) in RENAMED.items():
         assert old not in keys and new in keys
+    assert keys.isdisjoint(REFUSED)
 
 
 @pytest.mark.parametrize("override", [[], ["algorithm.trace=0.9"]])
@@ -49,6 +50,16 @@ def test_truncated_sampling_is_refused_in_training(tmp_path: Path, key: str, val
     assert str(caught.value) == f"sampling.{key} is {value}, but {why}: leave it out"
     recipe.write_text("model: {path: m}\ndata: {path: d}\neval: {top_p: 0.9}\n")
     assert load_config(recipe, []).eval.top_p == 0.9
+
+
+@pytest.mark.parametrize("value", ["data", "longest_first"])
+def test_an_order_of_prompts_is_refused(tmp_path: Path, value: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model: {{path: m}}\ndata: {{path: d}}\nrollout: {{order: {value}}}\n")
+    with pytest.raises(UserError) as caught:
+        load_config(recipe, [])
+    why = "engines begin prompts in the order of the data"
+    assert str(caught.value) == f"rollout.order is '{value}', but {why}: leave it out"
 
 
 def test_an_automatic_interval_of_checkpoints_is_refused_with_its_remedy(tmp_path: Path) -> None:

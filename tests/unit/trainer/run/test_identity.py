@@ -12,7 +12,8 @@ from tests.conftest import ROOT, TinyModel
 from trainer.config.checks import IDENTITY_DIGESTS, IDENTITY_KEYS, IDENTITY_SECTIONS
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
-from trainer.run.keeper import check_identity, model_digest, run_identity
+from trainer.run import checkpoint
+from trainer.run.keeper import RunState, check_identity, find_checkpoint, model_digest, run_identity
 
 
 def recipe(model: Path, **sections: dict[str, Any]) -> TrainConfig:
@@ -135,6 +136,23 @@ def test_a_key_that_a_checkpoint_does_not_know_counts_as_its_default(model: Path
         check_identity(Path("step_4"), {"identity": saved}, current | {"algorithm.dual_clip": 3.0}, [])
     with pytest.raises(UserError, match=r'data = unknown \(now "rows"\), model = unknown'):
         check_identity(Path("step_4"), {"identity": {}}, current, [])
+
+
+@pytest.mark.parametrize(("data", "prompts"), [("rows", 4), ("others", 0)])
+def test_other_data_begin_at_their_first_prompt(tmp_path: Path, data: str, prompts: int) -> None:
+    """Return the state has a field of an earlier version, which is passed over."""
+    sections = {
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "run": {"output_dir": str(tmp_path), "name": "run"},
+    }
+    config = TrainConfig.model_validate(sections | {"checkpoint": {"resume_anyway": ["data"]}})
+    state = {"step": 1, "prompts": 4, "lengths": {"3": 17}}
+    checkpoint.save(
+        config.run.folder / "checkpoints", 1, {}, {"state": state, "identity": {"data": "rows"}}
+    )
+    _, resumed = find_checkpoint(config, {"data": data})
+    assert resumed == RunState(step=1, prompts=prompts)
 
 
 def test_the_page_names_every_key_that_a_resume_compares() -> None:
