@@ -13,8 +13,8 @@ from generation import shims
 shims.install()
 
 _NAMES = {
-    "compat.broadcast": ["broadcast_across_tp"],
-    "compat.chatlearn.module": ["PromptPipeline", "VLLMModule", "get_model", "print_rank_0"],
+    "compat.object_broadcast": ["broadcast_across_tp"],
+    "compat.chatlearn.vllm_module": ["PromptPipeline", "VLLMModule", "get_model", "print_rank_0"],
     "compat.load_balancer": ["LoadBalancer"],
     "compat.nemo.async_worker": ["VllmAsyncGenerationWorker"],
     "compat.nemo.batch": [

@@ -22,7 +22,7 @@ from sharding.wire.group import own_address
 from trainer.config.machine import resolve_device
 from trainer.config.placement import generating_ranks, placement, training_ranks
 from trainer.config.schema import TrainConfig
-from trainer.config.ways import way
+from trainer.config.sync_ways import way
 from trainer.distributed import destroy_process_group, init_process_group, say, store
 from trainer.engines import rank_device
 from trainer.learning.learner import updates_asked
@@ -31,12 +31,12 @@ from trainer.policy.buffers import sent_buffers
 from trainer.policy.critic import Critic, make_critic
 from trainer.policy.hf_format import checkpoint_views
 from trainer.policy.lora import BaseOfPolicy, adapter_format, factors, is_adapter, low_rank, peft_name
+from trainer.rollouts.answer_source import Source
 from trainer.rollouts.carried import CarriedPool
 from trainer.rollouts.local import LocalSource
 from trainer.rollouts.pool import EpisodePool, Pool
 from trainer.rollouts.remote import RemoteSource
 from trainer.rollouts.round import read_groups
-from trainer.rollouts.source import Source
 from trainer.run import processes
 from trainer.run.lock import RunLock
 from trainer.run.watchdog import Watchdog

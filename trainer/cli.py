@@ -152,11 +152,11 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     Builds the model without weights.
     """
     from trainer.chat_template import end_tokens, unread_keys
-    from trainer.checks import check_model, check_teacher
     from trainer.data import check_token_ids, load_held_out, load_prompts, load_tokenizer
     from trainer.data.summary import prompt_lines
     from trainer.distributed import say
     from trainer.engines import processor_arguments
+    from trainer.model_checks import check_model, check_teacher
     from trainer.rewards.trial import check_rewards
     from trainer.rollouts.level import RolloutLevel
 

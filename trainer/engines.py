@@ -11,7 +11,7 @@ from rich.console import Console
 from generation.engine.engine import Engine, Leader
 from generation.engine.lifecycle import Memory
 from generation.engine.logits import engine_arguments, uses_v2
-from generation.engine.replicas import ReplicatedEngine, join_cluster
+from generation.engine.ray_replicas import ReplicatedEngine, join_cluster
 from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings, cpu_places
 from generation.engine.vllm_compat import fork_engines
@@ -21,7 +21,7 @@ from sharding.ranks import EVERYBODY, rank, world_size
 from trainer.config.machine import resolve_device
 from trainer.config.placement import leads_engine, placement, training_ranks
 from trainer.config.schema import HeldOutConfig, TrainConfig
-from trainer.config.ways import way
+from trainer.config.sync_ways import way
 from trainer.config.weight_files import require_trainable
 from trainer.errors import UserError
 from trainer.policy.hf_format import resolve_folder

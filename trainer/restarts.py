@@ -25,7 +25,7 @@ from sharding.manager import ShardingManager
 from sharding.ranks import RemoteError, agreed, exchange
 from sharding.tenants import Tenant
 from trainer.config.schema import TrainConfig
-from trainer.config.ways import way
+from trainer.config.sync_ways import way
 from trainer.distributed import say
 from trainer.engines import put_to_sleep, start_engine
 from trainer.rollouts.pool import StepAbandoned

@@ -14,17 +14,17 @@ from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings
 from sharding.ranks import EVERYBODY, agreed, is_main, world_size
 from trainer.chat_template import EndTokens, end_tokens, unread_keys
-from trainer.checks import check_budget, check_model, check_teacher
 from trainer.config.machine import float32_products, resolve_device
 from trainer.config.placement import engine_workers
 from trainer.config.schema import DataConfig, TrainConfig
-from trainer.config.ways import local_ranks, with_chosen_way
+from trainer.config.sync_ways import local_ranks, with_chosen_way
 from trainer.data import PromptDataset, check_token_ids, load_prompts, load_tokenizer
 from trainer.data.summary import prompt_lines
 from trainer.engines import fetch_model, processor_arguments, rank_device, start_server, stop_engine
 from trainer.evaluation import load_held_outs
+from trainer.model_checks import check_budget, check_model, check_teacher
 from trainer.restarts import EngineRestarts
-from trainer.rewards.pool import RewardPool
+from trainer.rewards.reward_pool import RewardPool
 from trainer.rewards.trial import check_rewards
 from trainer.rollouts.level import RolloutLevel
 from trainer.rollouts.local import HeldOut

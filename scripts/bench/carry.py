@@ -26,8 +26,8 @@ from torch.distributed import HashStore
 from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.episode import RolloutSettings, one_shot
+from trainer.config.answer_age import oldest_age
 from trainer.config.schema import TrainConfig
-from trainer.config.slices import oldest_age
 from trainer.data import Prompt, PromptDataset
 from trainer.rollouts.carried import CarriedPool
 from trainer.rollouts.pool import EpisodePool, Pool, Terms

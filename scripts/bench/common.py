@@ -36,7 +36,7 @@ from trainer.distributed import destroy_process_group, init_process_group
 from trainer.policy import hf_format
 from trainer.policy.fsdp import FsdpPolicy
 from trainer.policy.hf_format import CheckpointView, checkpoint_views
-from trainer.policy.zero_copy import InPlacePolicy
+from trainer.policy.in_place import InPlacePolicy
 from trainer.run import processes
 
 # Hidden size, intermediate size, layers, heads, key-value heads, vocabulary; all with tied

@@ -69,7 +69,7 @@ from sharding.transports.pull import Pull
 from sharding.transports.zero_copy import ZeroCopy
 from sharding.wire.channel import Listener, connect
 from sharding.wire.staging import BUFFERS, Staging, make_staging, open_memory, wait_for_writes
-from trainer.policy.zero_copy import InPlacePolicy
+from trainer.policy.in_place import InPlacePolicy
 from trainer.run import processes
 
 GIB = 2**30

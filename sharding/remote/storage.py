@@ -1,5 +1,5 @@
-"""Weights through a folder (`sharding.worker.storage`), for engines that share only a disk with the
-trainer.
+"""Weights through a folder (`sharding.worker.weight_folder`), for engines that share only a disk
+with the trainer.
 """
 
 import json
@@ -19,7 +19,7 @@ from sharding.update import Update
 from sharding.wire.channel import SyncError
 from sharding.wire.manifest import manifest_of
 from sharding.wire.staging import local_buffers, with_stamp
-from sharding.worker.storage import FORMAT, MANIFEST, SLOTS, digest, locked_slot, read_manifest
+from sharding.worker.weight_folder import FORMAT, MANIFEST, SLOTS, digest, locked_slot, read_manifest
 from sharding.workers import Workers
 
 _CPU = torch.device("cpu")

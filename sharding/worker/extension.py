@@ -25,7 +25,7 @@ from sharding.wire import staging
 from sharding.wire.channel import SyncError, connect
 from sharding.wire.manifest import Manifest, check_manifest, first_names
 from sharding.wire.staging import MemoryFile, cuda_handle, release_pages, release_weights, resident_bytes
-from sharding.worker.broadcast import CollectiveCarrier, Membership, Place
+from sharding.worker.group_member import CollectiveCarrier, Membership, Place
 from sharding.worker.loader import WeightLoader, own_checkpoint, reprocessed_modules
 from sharding.worker.noise import key_noise
 from sharding.worker.receiver import (
@@ -38,7 +38,7 @@ from sharding.worker.receiver import (
 )
 from sharding.worker.recording import Recording, storage_key
 from sharding.worker.repairs import keep_bias_of_head, keep_scalars_of_xielu, load_biases_of_experts
-from sharding.worker.storage import StorageBuckets, StorageCarrier, read_manifest
+from sharding.worker.weight_folder import StorageBuckets, StorageCarrier, read_manifest
 
 if TYPE_CHECKING:
     from sharding.worker.cpu import RouteRecorder

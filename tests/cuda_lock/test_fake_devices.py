@@ -38,7 +38,7 @@ from trainer.config.schema import AlgorithmConfig, LoraConfig, ModelConfig
 from trainer.learning.batching import micro_batches
 from trainer.learning.groups import MiniBatch
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
-from trainer.policy import hf_format, logprobs, offload, zero_copy
+from trainer.policy import hf_format, in_place, logprobs, offload
 from trainer.policy.lora import add_adapters
 from trainer.policy.module import PolicyModule, ValueModule, outputs, values
 from trainer.types import MicroBatch
@@ -298,10 +298,10 @@ def test_a_worker_records_replays_and_digests_without_waiting(
 def test_weights_in_place_take_gradients_and_are_published_without_waiting(folder: Path) -> None:
     mode = FakeTensorMode()
     model = meta_model(checks.model_folder(folder))
-    policy: Any = zero_copy.InPlacePolicy.__new__(zero_copy.InPlacePolicy)
+    policy: Any = in_place.InPlacePolicy.__new__(in_place.InPlacePolicy)
     policy.model = module_on_device(model, mode)
     policy.module = PolicyModule(policy.model)
-    weights = dict(zero_copy.parameter_names(policy.model))
+    weights = dict(in_place.parameter_names(policy.model))
     with mode, torch.no_grad(), Waits() as waits:
         policy.masters = {
             name: nn.Parameter(weight.detach().float()) for name, weight in weights.items()
@@ -314,7 +314,7 @@ def test_weights_in_place_take_gradients_and_are_published_without_waiting(folde
         for name, weight in weights.items():
             for _ in range(2):
                 weight.grad = torch.empty_like(weight)
-                zero_copy._hand_over(policy.masters[name], weight)
+                in_place._hand_over(policy.masters[name], weight)
         policy._publish()
     assert {master.grad.device for master in policy.masters.values()} == {CUDA}
     assert all(

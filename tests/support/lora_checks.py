@@ -16,7 +16,7 @@ from tests.support.deepspeed_checks import _collected
 from tests.support.gathering import sent
 from tests.support.row_advantages import advantage
 from trainer.build import adapter_source, weight_source
-from trainer.config.adapter import adapter_keys
+from trainer.config.lora_start import adapter_keys
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.distributed import init_process_group
 from trainer.policy import Policy, make_policy

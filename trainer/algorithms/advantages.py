@@ -9,8 +9,8 @@ turn or token sums the rewards from there on.
 
 from __future__ import annotations
 
+from trainer.algorithms.catalogue import Advantage, Tensor, torch
 from trainer.algorithms.kl import k1
-from trainer.algorithms.records import Advantage, Tensor, torch
 
 EPSILON = 1e-6
 

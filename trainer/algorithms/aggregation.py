@@ -12,7 +12,7 @@ sequences that have one.
 
 from __future__ import annotations
 
-from trainer.algorithms.records import Record, Tensor
+from trainer.algorithms.catalogue import Record, Tensor
 
 
 def token_mean_weights(mask: Tensor, tokens: float) -> Tensor:

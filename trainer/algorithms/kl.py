@@ -14,8 +14,8 @@ nats a token, [B, T].
 
 from __future__ import annotations
 
+from trainer.algorithms.catalogue import Estimator, Tensor, torch
 from trainer.algorithms.losses import MAX_LOG_RATIO
-from trainer.algorithms.records import Estimator, Tensor, torch
 
 
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:

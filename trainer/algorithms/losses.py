@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from trainer.algorithms.records import Level, Loss, Tensor, torch
+from trainer.algorithms.catalogue import Level, Loss, Tensor, torch
 
 # exp(20) is 5e8: ratios beyond it carry no information, and without a bound exp() overflows to inf
 # at 89, which turns a masked or clipped token into inf * 0 = nan.

@@ -15,7 +15,7 @@ from trainer.config.schema import DataConfig, HeldOutConfig, TrainConfig
 from trainer.data import RenderedRow, columns_read, load_tokenizer, prompt_rows
 from trainer.data.summary import TokenLengths, shown_key
 from trainer.rewards.loading import BoundReward, TrlReward
-from trainer.rewards.pool import RewardPool
+from trainer.rewards.reward_pool import RewardPool
 from trainer.rewards.trial import judge_answers
 from trainer.rollouts.level import RolloutLevel
 

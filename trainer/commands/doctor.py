@@ -28,10 +28,10 @@ from generation.engine.allocator import ALLOCATOR_VARIABLES
 from generation.engine.devices import DRIVERS, driver_version, gpu_visible
 from trainer.config.checks import find_problems, models_of
 from trainer.config.machine import FLOAT32_VARIABLES, float32_products
-from trainer.config.prefixes import with_chosen_prefixes
+from trainer.config.prefix_sharing import with_chosen_prefixes
 from trainer.config.recipe import load_config
 from trainer.config.section import path_argument
-from trainer.config.ways import local_ranks, with_chosen_way
+from trainer.config.sync_ways import local_ranks, with_chosen_way
 from trainer.estimates.memory import COLUMNS, GIB, engine_parts, trainer_parts
 from trainer.estimates.model_sizes import model_sizes
 from trainer.run import processes

@@ -29,7 +29,7 @@ from sharding.wire.staging import resident_bytes
 from trainer.build import build_models, build_sharding
 from trainer.commands.doctor import Finding
 from trainer.config.schema import TrainConfig
-from trainer.config.ways import WAYS
+from trainer.config.sync_ways import WAYS
 from trainer.distributed import destroy_process_group, init_process_group
 from trainer.engines import put_to_sleep, rank_device, start_engine, stop_engine
 from trainer.learning.batching import micro_batches

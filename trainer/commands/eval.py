@@ -30,7 +30,7 @@ from trainer.evaluation import accuracies, dataset_figures, load_held_outs, stan
 from trainer.learning.answer_rows import answer_rows, failure_lines
 from trainer.learning.answers import Answer
 from trainer.learning.metrics import reward_errors
-from trainer.rewards.pool import RewardPool
+from trainer.rewards.reward_pool import RewardPool
 from trainer.rewards.trial import check_rewards
 from trainer.rollouts.level import RolloutLevel
 from trainer.rollouts.local import sample_held_out

@@ -12,16 +12,16 @@ from rich.table import Column, Table
 
 from generation.engine.devices import cuda_problem
 from generation.engine.image_inputs import KEPT_BYTES
+from trainer.config.answer_age import oldest_age, prompts_ahead
 from trainer.config.checks import find_problems, models_of
 from trainer.config.machine import host_gib, rank_count, resolve_device
 from trainer.config.model_file import EXPERT_KEYS, model_config
 from trainer.config.placement import engine_workers, generating_ranks, training_ranks
-from trainer.config.prefixes import with_chosen_prefixes
+from trainer.config.prefix_sharing import with_chosen_prefixes
 from trainer.config.recipe import load_config
 from trainer.config.schema import TrainConfig
 from trainer.config.section import path_argument
-from trainer.config.slices import oldest_age, prompts_ahead
-from trainer.config.ways import local_ranks, with_chosen_way
+from trainer.config.sync_ways import local_ranks, with_chosen_way
 from trainer.errors import UserError
 from trainer.estimates.gpus import GPUS, Gpu
 from trainer.estimates.host_memory import host_part

@@ -19,7 +19,6 @@ from sharding.ranks import agreed, all_reduce_sum, is_main, rank
 from trainer.algorithms.aggregation import token_mean_weights
 from trainer.build import joined
 from trainer.chat_template import end_tokens, unread_keys
-from trainer.checks import check_model
 from trainer.commands.sft_rows import Transcript, load_transcripts
 from trainer.config.schema import TrainConfig
 from trainer.data import load_tokenizer, take
@@ -27,6 +26,7 @@ from trainer.engines import fetch_model, rank_device
 from trainer.learning.batching import deal
 from trainer.learning.groups import make_batches
 from trainer.learning.prefixes import Prefixes, token_bytes
+from trainer.model_checks import check_model
 from trainer.policy import LossFn, Outputs, Policy, UpdateStats, make_policy
 from trainer.run.checkpoint import load
 from trainer.run.finish import export

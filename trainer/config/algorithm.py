@@ -14,9 +14,9 @@ from pydantic import Field, model_validator
 from generation.importing import load
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.aggregation import AGGREGATIONS
+from trainer.algorithms.catalogue import Advantage, Loss, Record
 from trainer.algorithms.kl import ESTIMATORS
 from trainer.algorithms.losses import LEVELS, LOSSES
-from trainer.algorithms.records import Advantage, Loss, Record
 from trainer.config.section import (
     Location,
     NotNegative,

@@ -23,8 +23,9 @@ from generation.engine.settings import (
     engine_argument_names,
     routes_problem,
 )
-from trainer.config.adapter import check_start
 from trainer.config.algorithm import check_algorithm
+from trainer.config.answer_age import check_slices
+from trainer.config.lora_start import check_start
 from trainer.config.machine import (
     check_device,
     device_gib,
@@ -44,13 +45,12 @@ from trainer.config.model_file import (
     position_limit,
     steady_positions,
 )
-from trainer.config.optimizers import check_optimizer
+from trainer.config.optimizer_keys import check_optimizer
 from trainer.config.parallel import check_divides, check_parallel
 from trainer.config.placement import check_placement, training_ranks
-from trainer.config.prefixes import check_prefixes
+from trainer.config.prefix_sharing import check_prefixes
 from trainer.config.schema import InlineTagsConfig, TrainConfig
-from trainer.config.slices import check_slices
-from trainer.config.ways import check_way, way
+from trainer.config.sync_ways import check_way, way
 from trainer.config.weight_files import require_no_pointers, require_trainable, stored_tensors
 from trainer.errors import UserError, quoted
 

@@ -15,8 +15,8 @@ RANKS = "the number of ranks"
 def check_parallel(
     config: TrainConfig, ranks: int, models: Iterable[tuple[str, dict[str, Any]]]
 ) -> Iterator[str]:
-    """Check what the recipe and config.json say; `trainer.checks.check_model` later checks the
-    models' classes.
+    """Check what the recipe and config.json say; `trainer.model_checks.check_model` later checks
+    the models' classes.
 
     `models` are the keys that name the trainer's models, with their config.json.
     """

@@ -22,8 +22,8 @@ from pydantic_core import ErrorDetails
 from generation.paths import UnsetVariable, expanded
 from generation.yaml_files import fill_defaults, first_line, read_yaml, resolve
 from trainer.config.accelerate import policy_keys
-from trainer.config.adapter import adapter_keys
 from trainer.config.algorithm import PRESET_KEYS
+from trainer.config.lora_start import adapter_keys
 from trainer.config.schema import TrainConfig
 from trainer.config.section import KeyPath, replaced
 from trainer.config.suggestions import counterparts, suggestion

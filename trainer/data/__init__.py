@@ -3,13 +3,6 @@ training.
 """
 
 from trainer.data.files import load_rows
-from trainer.data.images import (
-    encoded_images,
-    image_rules,
-    messages_and_images,
-    row_images,
-    stored_images,
-)
 from trainer.data.prompts import (
     Prompt,
     PromptDataset,
@@ -24,6 +17,13 @@ from trainer.data.prompts import (
     require_embedded,
     take,
     unembedded,
+)
+from trainer.data.row_images import (
+    encoded_images,
+    image_rules,
+    messages_and_images,
+    row_images,
+    stored_images,
 )
 from trainer.data.rows import Remarks, RenderedRow, RowReader, column_value, in_chunks, row_reader
 

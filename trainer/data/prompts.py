@@ -14,7 +14,7 @@ from generation.messages import CleanMessage, plain_ids
 from trainer.config.model_file import embedding_rows
 from trainer.config.schema import DataConfig, HeldOutConfig, ModelConfig
 from trainer.data.files import load_rows
-from trainer.data.images import encoded_images, messages_and_images, row_images, stored_images
+from trainer.data.row_images import encoded_images, messages_and_images, row_images, stored_images
 from trainer.data.rows import Remarks, RenderedRow, RowReader, column_value, in_chunks, row_reader
 from trainer.errors import UserError, one_line
 

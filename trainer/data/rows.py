@@ -14,7 +14,7 @@ from generation.messages import (
     messages_in,
 )
 from trainer.config.schema import DataConfig
-from trainer.data.images import check_images_are_read, image_remarks
+from trainer.data.row_images import check_images_are_read, image_remarks
 from trainer.errors import UserError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 
 from trainer.config.model_file import model_config
 from trainer.config.schema import TrainConfig
-from trainer.config.ways import with_chosen_way
+from trainer.config.sync_ways import with_chosen_way
 from trainer.estimates.memory import COLUMNS, GIB, TIGHT, engine_parts, trainer_parts
 from trainer.estimates.model_sizes import model_sizes
 

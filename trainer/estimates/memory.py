@@ -20,12 +20,12 @@ from generation.engine.settings import head_widths, kv_elements
 from sharding.send.buckets import BucketPlan
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.staging import BUFFERS
+from trainer.config.answer_age import prompts_ahead
 from trainer.config.machine import resolve_device
 from trainer.config.model_file import REPROCESSED
 from trainer.config.placement import engine_workers, placement
 from trainer.config.schema import PolicyConfig, TrainConfig
-from trainer.config.slices import prompts_ahead
-from trainer.config.ways import way
+from trainer.config.sync_ways import way
 from trainer.estimates.model_sizes import (
     ModelSizes,
     answers_per_update,

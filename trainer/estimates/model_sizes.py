@@ -22,7 +22,7 @@ from trainer.model_structure import (
 from trainer.policy.experts import dispatched_experts
 from trainer.policy.hf_format import build_meta_model, make_vision, parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors
-from trainer.policy.optimizers import state_widths
+from trainer.policy.optimizer_choice import state_widths
 
 Shapes = Mapping[str, torch.Size]
 

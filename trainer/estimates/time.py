@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from trainer.config.placement import engine_workers, placement, training_ranks
 from trainer.config.schema import PolicyConfig, TrainConfig
-from trainer.config.ways import way
+from trainer.config.sync_ways import way
 from trainer.estimates.gpus import Gpu
 from trainer.estimates.memory import (
     GIB,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sharding.ranks import all_reduce_sum, rank, send_to_all
 from trainer.algorithms import advantages, kl
-from trainer.algorithms.records import Advantage
+from trainer.algorithms.catalogue import Advantage
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.schema import TrainConfig
 from trainer.learning import groups

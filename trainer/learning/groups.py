@@ -15,8 +15,8 @@ from torch import Tensor
 from generation.trajectory import Trajectory, by_episode
 from sharding.ranks import rank
 from trainer.algorithms.shaping import length_normalized, soft_overlong_penalty
+from trainer.config.answer_age import longest_answer
 from trainer.config.schema import TrainConfig
-from trainer.config.slices import longest_answer
 from trainer.errors import UserError
 from trainer.learning.answers import Answer, exchange_samples, old_tokens, token_ages
 from trainer.learning.batching import deal, micro_batches

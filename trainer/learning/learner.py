@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sharding.ranks import sum_counts
 from trainer.algorithms.losses import entropy_threshold, high_entropy_mask
+from trainer.config.answer_age import longest_answer
 from trainer.config.schema import TrainConfig
-from trainer.config.slices import longest_answer
 from trainer.learning.answer_rows import TokenFigures, Watched
 from trainer.learning.answers import Answer, exchange_samples
 from trainer.learning.credit import assign_credit, has_signal

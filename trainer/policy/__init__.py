@@ -4,8 +4,8 @@ import torch
 
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.policy.fsdp import FrozenPolicy, FsdpPolicy
+from trainer.policy.in_place import InPlacePolicy
 from trainer.policy.lora import NO_ADAPTERS
-from trainer.policy.zero_copy import InPlacePolicy
 from trainer.types import LossFn, Outputs, Policy, Scorer, UpdateStats
 
 __all__ = [

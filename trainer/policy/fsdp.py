@@ -35,7 +35,7 @@ from trainer.policy.lora import NO_ADAPTERS, add_adapters, first_values
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import Offload, Offloadable
 from trainer.policy.optimizer import Figures, Updates
-from trainer.policy.optimizers import (
+from trainer.policy.optimizer_choice import (
     make_optimizer,
     move_state,
     saved_state,

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from sharding.ranks import agreed, is_main
 from sharding.report import AdapterFormat
 from sharding.send.source import LowRank, gathered
-from trainer.config.adapter import PREFIX, WEIGHTS, adapted_layers, adapter_tensors, layer_name
+from trainer.config.lora_start import PREFIX, WEIGHTS, adapted_layers, adapter_tensors, layer_name
 from trainer.config.schema import LoraConfig
 from trainer.config.weight_files import adapter_config
 from trainer.distributed import say

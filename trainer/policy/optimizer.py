@@ -1,7 +1,7 @@
 """Optimizer steps of a model, whatever shards it: AdamW, the learning rate, and the count and
 figures of updates.
 
-`trainer.policy.optimizers` makes other optimizers.
+`trainer.policy.optimizer_choice` makes other optimizers.
 """
 
 import math

@@ -22,7 +22,7 @@ from trainer.rewards.functions import (
     spellings,
 )
 from trainer.rewards.loading import BoundReward, TrlReward
-from trainer.rewards.pool import RewardPool
+from trainer.rewards.reward_pool import RewardPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,8 +17,8 @@ from generation.rollouts.episode import RolloutSettings, one_shot
 from generation.rollouts.episodes import Beginning, CarriedEpisodes, CarriedGroup
 from generation.trajectory import Trajectory
 from sharding.ranks import agreed, exchange, rank, world_size
+from trainer.config.answer_age import prompts_ahead
 from trainer.config.schema import TrainConfig
-from trainer.config.slices import prompts_ahead
 from trainer.data import Prompt
 from trainer.distributed import say
 from trainer.learning.answers import gather_answers

@@ -20,8 +20,8 @@ from typing import Any
 from sharding.ranks import EVERYBODY, agreed, exchange, rank, world_size
 from trainer.config.schema import TrainConfig
 from trainer.distributed import say
+from trainer.rollouts.answer_source import Source
 from trainer.rollouts.round import Order, Round, packed, unpacked
-from trainer.rollouts.source import Source
 from trainer.rollouts.step_batch import StepBatch
 from trainer.run.checkpoint import latest_complete, random_states, restore_random_states
 from trainer.run.records import patiently, write_whole

@@ -22,7 +22,7 @@ from sharding.ranks import agreed, all_reduce_sum, exchange
 from trainer.chat_template import EndTokens
 from trainer.data import Prompt
 from trainer.learning.answers import Answer, failed_episodes, gather_answers
-from trainer.rewards.pool import RewardPool
+from trainer.rewards.reward_pool import RewardPool
 from trainer.rewards.trial import opened_tag
 from trainer.rollouts.level import RolloutLevel
 from trainer.rollouts.round import Round, sampled_round

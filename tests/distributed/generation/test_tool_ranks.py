@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from generation.compat.broadcast import broadcast_across_tp
+from generation.compat.object_broadcast import broadcast_across_tp
 from generation.engine.sampling import SamplingSettings
 from generation.rollouts.episodes import RolloutSettings
 from sharding.ranks import agreed, all_reduce_sum, exchange, rank
@@ -21,7 +21,7 @@ from trainer.config.recipe import load_config
 from trainer.data import Prompt, load_tokenizer
 from trainer.distributed import destroy_process_group, init_process_group, store
 from trainer.engines import start_engine, stop_engine
-from trainer.rewards.pool import RewardPool
+from trainer.rewards.reward_pool import RewardPool
 from trainer.rollouts.level import RolloutLevel
 from trainer.rollouts.pool import Pool, Terms
 

@@ -100,7 +100,7 @@ def check_ways(shared: str) -> None:
             assert both.manager.report.verified == "full"
         both.manager.close()
 
-    from sharding.worker.storage import StorageCarrier
+    from sharding.worker.weight_folder import StorageCarrier
 
     carrier = StorageCarrier(f"{shared}/run/weights", torch.device("cpu"), 5.0, verify=False)
     assert carrier.next()["version"] == 9, "any engine that has the folder can load the run's weights"

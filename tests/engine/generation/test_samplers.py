@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from generation.compat.chatlearn.module import VLLMModule, get_model, print_rank_0
+from generation.compat.chatlearn.vllm_module import VLLMModule, get_model, print_rank_0
 from generation.engine.engine import Leader
 from generation.engine.logits import engine_arguments
 from generation.engine.sampling import SamplingSettings

@@ -22,7 +22,7 @@ from tests.support import shared_memory
 from tests.support.colocated import Colocated
 from trainer.config.schema import RewardConfig
 from trainer.data import Prompt
-from trainer.rewards.pool import RewardPool
+from trainer.rewards.reward_pool import RewardPool
 from trainer.rollouts.pool import Pool, Terms
 
 PROMPT = [14, 50, 77, 120, 9]

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from generation.engine import replicas as engine_replicas
+from generation.engine import ray_replicas as engine_replicas
 from generation.engine.engine import Leader, WorkerError
-from generation.engine.replicas import ReplicaDied, ReplicatedEngine
+from generation.engine.ray_replicas import ReplicaDied, ReplicatedEngine
 from generation.engine.settings import EngineSettings
 from generation.engine.thread import EngineThread
 from sharding.ranks import RemoteError

@@ -30,8 +30,8 @@ from sharding.wire.manifest import (
     differences,
     manifest_of,
 )
-from sharding.worker import storage
-from sharding.worker.storage import MANIFEST, StorageCarrier
+from sharding.worker import weight_folder
+from sharding.worker.weight_folder import MANIFEST, StorageCarrier
 
 CPU = torch.device("cpu")
 
@@ -95,7 +95,7 @@ def test_each_thread_reads_one_bucket_at_a_time(
     """
     tensors = {f"weight {n}": torch.full((512,), float(n)) for n in range(12)}  # in six buckets
     writer(tmp_path, tensors).write(3)
-    plain, at_once, most, changed = storage._read, 0, 0, threading.Condition()
+    plain, at_once, most, changed = weight_folder._read, 0, 0, threading.Condition()
 
     def reading(*arguments: Any) -> Any:
         nonlocal at_once, most
@@ -109,7 +109,7 @@ def test_each_thread_reads_one_bucket_at_a_time(
             with changed:
                 at_once -= 1
 
-    monkeypatch.setattr(storage, "_read", reading)
+    monkeypatch.setattr(weight_folder, "_read", reading)
     version, loaded = read(tmp_path, threads=threads)
     assert (version, most) == (3, min(threads, 6))
     assert_equal(loaded, tensors)

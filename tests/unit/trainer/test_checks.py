@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from transformers import GraniteMoeConfig, PretrainedConfig, Qwen2Config, Qwen3NextConfig, T5Config
 
-from trainer.checks import check_model
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
+from trainer.model_checks import check_model
 
 
 @pytest.mark.parametrize(

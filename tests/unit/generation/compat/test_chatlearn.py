@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 import generation
-from generation.compat.chatlearn.module import (
+from generation.compat.chatlearn.hyper_parameters import KNOWN, read_settings
+from generation.compat.chatlearn.vllm_module import (
     PromptPipeline,
     VLLMModule,
     check_tokenizer,
     get_model,
     print_rank_0,
 )
-from generation.compat.chatlearn.settings import KNOWN, read_settings
 from tests.support.small_tokenizer import small_tokenizer
 
 SIZES = {"seq_length": 64, "max_new_tokens": 16}

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from generation.compat.chatlearn import module as chatlearn
-from generation.compat.chatlearn.module import PromptPipeline, VLLMModule, get_model, print_rank_0
-from generation.compat.chatlearn.settings import KNOWN, read_settings
+from generation.compat.chatlearn import vllm_module as chatlearn
+from generation.compat.chatlearn.hyper_parameters import KNOWN, read_settings
+from generation.compat.chatlearn.vllm_module import PromptPipeline, VLLMModule, get_model, print_rank_0
 from generation.rollouts.agent import InlineTags, inline_rollout
 from generation.rollouts.sampler import FnCallRolloutSampler, OneShotRolloutSampler, make_sampler
 from generation.rollouts.sampler_llm import SamplerLLM

@@ -39,7 +39,7 @@ from generation.compat.torchrl.arguments import (
 from generation.compat.torchrl.replicas import LocalReplica, RayReplica, UpdateGate
 from generation.compat.torchrl.service import AsyncVLLM, make_async_vllm_engine
 from generation.compat.torchrl.weights import _untied
-from generation.engine import replicas as engine_replicas
+from generation.engine import ray_replicas as engine_replicas
 from generation.engine.settings import EngineSettings
 from generation.engine.thread import EngineThread
 from generation.engine.vllm_compat import engine_arguments
@@ -71,7 +71,7 @@ def test_importing_needs_neither_vllm_nor_ray() -> None:
         "import sys\n"
         "sys.modules['vllm'] = sys.modules['ray'] = None\n"  # importing either raises ImportError
         "import generation.compat.torchrl.service, generation.compat.load_balancer\n"
-        "from generation.engine.replicas import join_once\n"
+        "from generation.engine.ray_replicas import join_once\n"
         "try:\n"
         "    join_once(1)\n"
         "except ImportError as error:\n"

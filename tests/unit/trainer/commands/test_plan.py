@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from tests.conftest import ROOT
 from tests.support import largest_models
 from tests.support.released_models import write_weights
-from trainer.checks import check_budget
 from trainer.cli import main
 from trainer.commands.plan import batch_lines
 from trainer.config.schema import TrainConfig
@@ -30,6 +29,7 @@ from trainer.estimates.memory import (
     trainer_parts,
 )
 from trainer.estimates.model_sizes import ModelSizes, answers_per_update, model_sizes, shard
+from trainer.model_checks import check_budget
 
 GIB = 2**30
 

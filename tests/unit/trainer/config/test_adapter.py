@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.lora_checks import peft_adapter
 from tests.support.real_run import write_recipe
-from trainer.checks import check_model
 from trainer.commands.eval import evaluation_config
 from trainer.config.checks import find_problems
 from trainer.config.recipe import load_config, to_yaml
 from trainer.errors import UserError
+from trainer.model_checks import check_model
 from trainer.policy import lora
 from trainer.run.keeper import _compared_keys
 

@@ -13,7 +13,7 @@ import pytest
 from trainer.config.checks import check_config, models_of
 from trainer.config.machine import resolve_device
 from trainer.config.model_file import is_multimodal, model_config
-from trainer.config.prefixes import with_chosen_prefixes
+from trainer.config.prefix_sharing import with_chosen_prefixes
 from trainer.config.schema import TrainConfig
 from trainer.data import load_rows
 from trainer.errors import UserError

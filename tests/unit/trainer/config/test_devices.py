@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from generation import VllmGeneration, shims
-from generation.compat.chatlearn.module import VLLMModule
+from generation.compat.chatlearn.vllm_module import VLLMModule
 from generation.compat.torchrl.service import AsyncVLLM
 from generation.engine import devices
 from generation.engine.settings import EngineSettings

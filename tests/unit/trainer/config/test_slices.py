@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.learning_steps import make_config
 from trainer.commands.plan import batch_lines
+from trainer.config.answer_age import oldest_age
 from trainer.config.checks import find_problems
 from trainer.config.schema import TrainConfig
-from trainer.config.slices import oldest_age
 
 CUT = {"slice_tokens": 100, "ahead": 1}
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from generation.trajectory import Trajectory, by_episode
 from tests.support.learning_steps import as_answers, make_config, random_step
+from trainer.config.answer_age import longest_answer
 from trainer.config.schema import TrainConfig
-from trainer.config.slices import longest_answer
 from trainer.errors import UserError
 from trainer.learning.credit import assign_credit, has_signal
 from trainer.learning.groups import MiniBatch, informative, make_groups, prepare, split

@@ -11,14 +11,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support import optimizer_checks as checks
 from tests.support import policy_checks
-from trainer.config.optimizers import check_optimizer
+from trainer.config.optimizer_keys import check_optimizer
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.estimates.model_sizes import ModelSizes, model_sizes, optimizer_bytes
 from trainer.estimates.time import newton_schulz_flops
 from trainer.policy import FsdpPolicy, InPlacePolicy
 from trainer.policy.critic import Critic
-from trainer.policy.optimizers import make_optimizer, try_optimizer
+from trainer.policy.optimizer_choice import make_optimizer, try_optimizer
 
 MUON: dict[str, Any] = {"optimizer": "muon", "dtype": "float32", "lr": 1e-3}
 

@@ -27,15 +27,15 @@ from generation.rollouts.episodes import CarriedGroup
 from generation.trajectory import Trajectory
 from sharding.ranks import RemoteError, rank, world_size
 from tests.support.learning_steps import make_config, on_ranks
+from trainer.config.answer_age import oldest_age
 from trainer.config.schema import TrainConfig
-from trainer.config.slices import oldest_age
 from trainer.data import Prompt, PromptDataset
 from trainer.rewards import RewardResult
+from trainer.rollouts.answer_source import Source
 from trainer.rollouts.carried import CarriedPool
 from trainer.rollouts.local import LocalSource
 from trainer.rollouts.pool import Pool, StepAbandoned, Terms
 from trainer.rollouts.round import Order, Round, packed, read_groups
-from trainer.rollouts.source import Source
 from trainer.rollouts.step_batch import StepBatch
 
 PROMPTS = PromptDataset([Prompt(index, (3, index), {}) for index in range(300)])

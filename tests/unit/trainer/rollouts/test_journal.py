@@ -12,8 +12,8 @@ from torch.distributed import HashStore
 from generation.trajectory import Trajectory
 from tests.support.learning_steps import on_ranks
 from tests.unit.trainer.rollouts.test_carried import Checks, Crew, config
+from trainer.config.answer_age import check_slices
 from trainer.config.schema import TrainConfig
-from trainer.config.slices import check_slices
 from trainer.rollouts.journal import Journal
 from trainer.rollouts.round import Order, Round
 

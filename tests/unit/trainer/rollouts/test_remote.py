@@ -21,7 +21,7 @@ from sharding.wire.channel import SyncError
 from tests.support.learning_steps import make_config, on_ranks
 from trainer.config.placement import check_placement
 from trainer.config.schema import TrainConfig
-from trainer.config.ways import check_way
+from trainer.config.sync_ways import check_way
 from trainer.data import Prompt, PromptDataset
 from trainer.rollouts.pool import StepAbandoned
 from trainer.rollouts.remote import RemoteSource, receive_rounds, send_rounds

@@ -12,7 +12,7 @@ _LARGEST_FACTOR = 2.0  # of a direction's singular values, which should be near 
 
 
 def check_optimizer(policy: PolicyConfig) -> Iterator[str]:
-    """Check the optimizer's keys; `trainer.policy.optimizers.try_optimizer` later tries its
+    """Check the optimizer's keys; `trainer.policy.optimizer_choice.try_optimizer` later tries its
     class.
     """
     named, options = f"policy.optimizer is {policy.optimizer}", policy.optimizer_options

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.trainer.config.test_config_checks import MODEL, problems
 from trainer.config.schema import TrainConfig
-from trainer.config.ways import with_chosen_way
+from trainer.config.sync_ways import with_chosen_way
 
 PLAIN = {"engine": {"plain_cpu_weights": True}}
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from generation.compat.chatlearn.settings import (
+from generation.compat.chatlearn.hyper_parameters import (
     SAMPLING,
     check_recipe,
     checked,

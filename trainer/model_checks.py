@@ -12,9 +12,9 @@ from generation.importing import load
 from trainer.config.checks import Command, models_of
 from trainer.config.machine import rank_count
 from trainer.config.placement import training_ranks
-from trainer.config.prefixes import with_chosen_prefixes
+from trainer.config.prefix_sharing import with_chosen_prefixes
 from trainer.config.schema import ModelConfig, TrainConfig
-from trainer.config.ways import way
+from trainer.config.sync_ways import way
 from trainer.data import load_tokenizer
 from trainer.distributed import say
 from trainer.errors import UserError
@@ -25,7 +25,7 @@ from trainer.policy.attention import branching_obstacle, require_packing, requir
 from trainer.policy.experts import require_experts
 from trainer.policy.hf_format import build_meta_model, require_tensors
 from trainer.policy.lora import add_adapters, left_out, require_start
-from trainer.policy.optimizers import try_optimizer
+from trainer.policy.optimizer_choice import try_optimizer
 from trainer.policy.routing import asked_routers
 
 

@@ -17,7 +17,7 @@ Models = Iterable[tuple[str, dict[str, Any]]]
 def check_prefixes(config: TrainConfig, models: Models) -> Iterator[str]:
     """Yield a sentence for each reason why a recipe that asks for it cannot share beginnings.
 
-    `trainer.checks.check_model` checks the models' classes once they are built.
+    `trainer.model_checks.check_model` checks the models' classes once they are built.
     """
     if config.batch.share_prefixes is True:
         for obstacle in _obstacles(config, models):
