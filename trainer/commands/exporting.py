@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from trainer.config.checks import COMPLETE_MARKER
 from trainer.config.recipe import load_config
+from trainer.config.resuming import COMPLETE_MARKER
 from trainer.config.schema import TrainConfig
 from trainer.data import load_tokenizer
 from trainer.errors import UserError

@@ -23,8 +23,8 @@ from generation.messages import chat_form, plain_ids
 from generation.rollouts.episode import encode_following, without_second_end
 from trainer.chat_template import end_tokens
 from trainer.commands.exporting import export
-from trainer.config.checks import COMPLETE_MARKER
 from trainer.config.model_file import model_config
+from trainer.config.resuming import COMPLETE_MARKER
 from trainer.config.schema import ModelConfig
 from trainer.config.section import expanded_argument
 from trainer.config.weight_files import stored_tensors

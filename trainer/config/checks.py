@@ -49,37 +49,11 @@ from trainer.config.optimizer_keys import check_optimizer
 from trainer.config.parallel import check_divides, check_parallel
 from trainer.config.placement import check_placement, training_ranks
 from trainer.config.prefix_sharing import check_prefixes
+from trainer.config.resuming import check_resume
 from trainer.config.schema import InlineTagsConfig, TrainConfig
 from trainer.config.sync_ways import check_way, way
 from trainer.config.weight_files import require_no_pointers, require_trainable, stored_tensors
 from trainer.errors import UserError, quoted
-
-COMPLETE_MARKER = "COMPLETE"
-"""The file that makes a checkpoint folder a checkpoint."""
-
-IDENTITY_DIGESTS = ("data", "model", "tokenizer")
-IDENTITY_SECTIONS = ("algorithm",)
-IDENTITY_KEYS = (
-    "batch.prompts_per_step",
-    "batch.updates_per_step",
-    "lora.alpha",
-    "lora.dropout",
-    "lora.rank",
-    "lora.start",
-    "lora.target_modules",
-    "lora.use_rslora",
-    "policy.optimizer",
-    "reward.functions",
-    "rollout.ahead",
-    "rollout.lag",
-    "rollout.old_tokens",
-    "rollout.slice_tokens",
-    "run.seed",
-    "sampling.stop_token_ids",
-)
-"""Digests, sections and keys of the recipe by which a resumed run is compared with its checkpoint
-(`run.keeper`).
-"""
 
 _MOST_ANSWERS = 2**20  # in a step, since all of them are in memory
 _OWN_TEMPLATE_KEYS = {
@@ -525,20 +499,7 @@ def _check_memory(config: TrainConfig) -> Iterator[str]:
 
 
 def _check_run(config: TrainConfig) -> Iterator[str]:
-    resume = config.checkpoint.resume
-    if resume not in ("auto", "none") and not os.path.isfile(Path(resume) / COMPLETE_MARKER):
-        yield (
-            f"checkpoint.resume: {resume} is not a complete checkpoint (a step_N folder that holds "
-            f"{COMPLETE_MARKER})"
-        )
-    sections = {key.partition(".")[0] for key in IDENTITY_KEYS}
-    compared = [*IDENTITY_DIGESTS, *IDENTITY_SECTIONS, *IDENTITY_KEYS, *sorted(sections)]
-    for name in config.checkpoint.resume_anyway:
-        if name not in compared and name.partition(".")[0] not in IDENTITY_SECTIONS:
-            yield (
-                f"checkpoint.resume_anyway: a run is not compared by {name!r}, but by "
-                f"{', '.join(compared)}"
-            )
+    yield from check_resume(config.checkpoint)
     metric = config.checkpoint.best_metric
     for tracker in config.tracking.also:
         if find_spec(tracker) is None:

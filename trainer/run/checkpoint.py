@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from sharding.ranks import CREW, Ranks, agreed, exchange, is_main, rank, world_size
-from trainer.config.checks import COMPLETE_MARKER
+from trainer.config.resuming import COMPLETE_MARKER
 from trainer.distributed import say
 from trainer.errors import UserError
 from trainer.run.checkpoint_reading import METADATA, SHARDS, misfit, read_metadata, read_tensors

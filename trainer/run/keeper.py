@@ -37,8 +37,8 @@ from transformers import PreTrainedTokenizerBase
 
 from generation.engine.devices import this_device
 from sharding.ranks import Ranks, agreed, all_reduce_max, is_main
-from trainer.config.checks import IDENTITY_KEYS, IDENTITY_SECTIONS
 from trainer.config.recipe import masked, to_yaml
+from trainer.config.resuming import IDENTITY_KEYS, IDENTITY_SECTIONS
 from trainer.config.schema import CheckpointConfig, TrainConfig
 from trainer.distributed import say
 from trainer.errors import UserError, shortened

@@ -58,8 +58,8 @@ def marks(checkpoints: Path) -> list[str]:
     The marker lists the digests of all files. Times would not do, since the clocks of two machines
     may differ.
     """
-    # Importing it takes a second, which most runs need not wait for
-    from trainer.config.checks import COMPLETE_MARKER
+    # The import takes a second, which most runs need not wait for
+    from trainer.config.resuming import COMPLETE_MARKER
 
     lines = []
     for file in checkpoints.glob(f"step_*/{COMPLETE_MARKER}"):

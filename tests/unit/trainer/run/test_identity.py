@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.conftest import ROOT, TinyModel
-from trainer.config.checks import IDENTITY_DIGESTS, IDENTITY_KEYS, IDENTITY_SECTIONS
+from trainer.config.resuming import IDENTITY_DIGESTS, IDENTITY_KEYS, IDENTITY_SECTIONS
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.run import checkpoint
