@@ -20,7 +20,7 @@ CORE = {
         "algorithms",
         "learning",
     ],
-    "trainer/policy": ["fsdp", "module", "attention", "logprobs", "optimizer"],
+    "trainer/policy": ["fsdp", "module", "attention", "logprobs", "optimizer", "packing"],
     "generation": [
         "engine",
         "trajectory",

@@ -4,7 +4,6 @@ policy.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -108,23 +107,6 @@ class PrefixTree:
     trie: Trie  # the nodes, and the sequences' last ones
     logical_tokens: int  # the tokens of all sequences, as if none were shared; at least one for each
 
-    @classmethod
-    def of(cls, trie: Trie, starts: list[int]) -> "PrefixTree":
-        """Return the paths of a trie's nodes, which begin at these indices [S+1] in a pack.
-
-        Example: a prompt of 4 tokens with answers of 2 and 3 has starts [0, 4, 6, 9] and the paths
-        [(0, 4)], [(0, 6)], and [(0, 4), (6, 9)], of 4, 6 and 7 tokens.
-        """
-        ranges: list[list[tuple[int, int]]] = []
-        for node, (begin, end) in zip(trie[0], pairwise(starts), strict=True):
-            above = ranges[node.parent] if node.parent >= 0 else []
-            if above and above[-1][1] == begin:
-                *above, (begin, _) = above
-            ranges.append([*above, (begin, end)])
-        lengths = [node.end for node in trie[0]]
-        logical = trie[1].count(-1) + sum(node.rows * (node.end - node.begin) for node in trie[0])
-        return cls(ranges, lengths, torch.tensor([0, *lengths]).cumsum(0).int(), trie, logical)
-
 
 @dataclass(frozen=True)
 class Pack:
@@ -168,67 +150,6 @@ class Layout:
     # [K] int64, the indices of the hidden states that predict them, in the model's input, flattened
     states: Tensor
     pack: Pack | None = None  # the model's input; None: `input_ids[:, :-1]`
-
-    @classmethod
-    def of(
-        cls,
-        loss_mask: Tensor,
-        lengths: list[int],
-        packed: bool = False,
-        ways: int = 1,
-        place: int = 0,
-        trie: Trie | None = None,
-    ) -> "Layout":
-        """Return the layout for a mask [B, T-1] on the host; with packing, for rank `place` of the
-        `ways` that share.
-
-        With a `trie`, common beginnings are computed once.
-
-        Example: with 2 ranks, the first has 2 of the 5 tokens above and target 1; the second has 3
-        tokens, targets [4, 5] and states [1, 2].
-        """
-        width = loss_mask.shape[1]
-        targets = loss_mask.flatten().nonzero().squeeze(1)
-        if not packed:
-            return cls(targets, targets)
-        sequences = [PrefixNode(row, 0, max(1, length - 1), -1, 1) for row, length in enumerate(lengths)]
-        nodes = sequences if trie is None else trie[0]
-        sizes = [node.end - node.begin for node in nodes]
-        starts = torch.tensor([0, *sizes]).cumsum(0)
-        rows, columns = targets // width, targets % width
-        positions = torch.cat([torch.arange(node.begin, node.end) for node in nodes])
-        tokens = positions + torch.tensor([n.row for n in nodes]).repeat_interleave(
-            torch.tensor(sizes)
-        ) * (width + 1)
-        states = (
-            starts[rows] + columns if trie is None else pack_indices(trie, starts, width)[rows, columns]
-        )
-        missing = ways - len(tokens)
-        if missing > 0:
-            # Transformers' modules need a token on each rank: add a sequence whose outputs are not
-            # used
-            nodes, sizes = [*nodes, PrefixNode(0, 0, missing, -1, 0)], [*sizes, missing]
-            starts = torch.cat([starts, starts[-1:] + missing])
-            tokens = torch.cat([tokens, tokens.new_zeros(missing)])
-            positions = torch.cat([positions, torch.arange(missing)])
-        ends = [len(tokens) * part // ways for part in range(ways + 1)]
-        parts, mine = [end - begin for begin, end in pairwise(ends)], slice(ends[place], ends[place + 1])
-        here = (states >= mine.start) & (states < mine.stop)
-        tree = None if trie is None else PrefixTree.of((nodes, trie[1]), starts.tolist())
-        pack = Pack(tokens[mine], positions[mine], starts.int(), sizes, parts, mine.start, tree)
-        return cls(targets[here], states[here] - mine.start, pack)
-
-
-def pack_indices(trie: Trie, starts: Tensor, width: int) -> Tensor:
-    """Return the index in a pack of each sequence's tokens, [B, width] int64, 0 behind them."""
-    nodes, last = trie
-    indices = torch.zeros(len(last), width, dtype=torch.int64)
-    for line, number in zip(indices, last, strict=True):
-        while number >= 0:
-            node = nodes[number]
-            line[node.begin : node.end] = torch.arange(node.end - node.begin) + starts[number]
-            number = node.parent
-    return indices
 
 
 @dataclass(frozen=True)
@@ -402,14 +323,16 @@ class Policy(Scorer, Protocol):
         """Return the log-probability (nats, temperature 1) of each of `token_ids[1:]`, as the
         sync's probe.
         """
-        ids, ones, lengths = (
-            torch.tensor([token_ids]),
-            torch.ones(1, len(token_ids) - 1),
-            [len(token_ids)],
-        )
-        zeros, layout = torch.zeros_like(ones), Layout.of(ones, lengths)
+        ones = torch.ones(1, len(token_ids) - 1)
+        zeros = torch.zeros_like(ones)
+        indices = torch.arange(len(token_ids) - 1)
         batch = MicroBatch(
-            ids, ones, engine_logprobs=zeros, advantages=zeros, lengths=lengths, layout=layout
+            torch.tensor([token_ids]),
+            ones,
+            engine_logprobs=zeros,
+            advantages=zeros,
+            lengths=[len(token_ids)],
+            layout=Layout(indices, indices),
         )
         return self.score([batch.to(self.device)], temperature=1.0)[0].logprobs[0].tolist()
 

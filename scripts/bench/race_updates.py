@@ -24,7 +24,8 @@ from trainer.commands.tiny_model import make_tiny_model
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.learning.groups import MiniBatch
 from trainer.learning.policy_loss import PolicyLoss
-from trainer.types import Layout, MicroBatch, Outputs
+from trainer.policy.packing import make_layout
+from trainer.types import MicroBatch, Outputs
 
 with mock.patch("trl.import_utils.is_vllm_available", return_value=False):
     # it would import vLLM, which is not used
@@ -147,7 +148,7 @@ def micro_batch(rollout: Rollout) -> MicroBatch:
     mask = (past_prompt & (targets < torch.tensor(lengths).unsqueeze(1))).float()
     grouped = group_relative(rollout.rewards.view(PROMPTS, GROUP)).view(-1, 1)
     zeros = torch.zeros_like(mask)
-    layout = Layout.of(mask, lengths)
+    layout = make_layout(mask, lengths)
     rows = list(range(len(lengths)))
     return MicroBatch(
         input_ids, mask, zeros, grouped.expand_as(mask), lengths, layout, rows, zeros, None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainer.policy import attention
 from trainer.policy.module import _SharedStates
+from trainer.policy.packing import make_prefix_tree
 from trainer.types import PrefixNode, PrefixTree
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +28,7 @@ STARTS = [0, *itertools.accumulate(LENGTHS)]
 
 def gradients(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> list[Tensor]:
     """Attention's result, and the gradients of its inputs, on the tensors' device."""
-    tree = PrefixTree.of((NODES, []), STARTS)
+    tree = make_prefix_tree((NODES, []), STARTS)
     moved = PrefixTree(
         tree.ranges, tree.lengths, tree.starts.to(query.device), tree.trie, tree.logical_tokens
     )
@@ -67,7 +68,7 @@ def test_the_kernel_attends_to_paths_as_masks_do_with_equal_bits_each_time(
 def test_both_gathers_have_equal_bits_in_twenty_repetitions() -> None:
     """With `index_select` in their place, terms would be added in another order each time."""
     draw = torch.Generator().manual_seed(0)
-    tree = PrefixTree.of((NODES, []), STARTS)
+    tree = make_prefix_tree((NODES, []), STARTS)
     rows = torch.randn(STARTS[-1], 4, 64, generator=draw).cuda().requires_grad_()
     paths = torch.randn(sum(tree.lengths), 4, 64, generator=draw).cuda()
     states = torch.full((1000,), PROMPT - 1).cuda()

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sharding.ranks import all_reduce_max, rank, world_size
 from trainer.learning.prefixes import Prefixes, token_bytes
-from trainer.types import ImagePlace, Layout, MicroBatch, Sample, Trie
+from trainer.policy.packing import make_layout
+from trainer.types import ImagePlace, MicroBatch, Sample, Trie
 
 TABLE = 4
 """Most elements of a micro-batch's tables, as a multiple of the token budget. Tables are padded,
@@ -324,7 +325,7 @@ def _pad(
         if any(s.ages for s in samples)
         else None
     )
-    layout = Layout.of(mask, lengths, packed, ways, rank() % ways, trie)
+    layout = make_layout(mask, lengths, packed, ways, rank() % ways, trie)
     if routes and trie is not None:
         routes = [routes[node.row][node.begin : node.end] for node in trie[0]]
         sizes = [node.end - node.begin for node in trie[0]]

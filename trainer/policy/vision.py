@@ -26,7 +26,8 @@ from generation.images import Image, ImageProcessor
 from trainer.errors import UserError
 from trainer.model_structure import image_token
 from trainer.policy.attention import NAME, looks_ahead, mask_images, require_packing
-from trainer.types import MicroBatch, pack_indices
+from trainer.policy.packing import pack_indices
+from trainer.types import MicroBatch
 
 
 class Vision:

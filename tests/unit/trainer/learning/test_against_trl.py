@@ -23,7 +23,8 @@ from trainer.config.algorithm import AlgorithmConfig
 from trainer.learning.groups import MiniBatch
 from trainer.learning.learner import mark_high_entropy
 from trainer.learning.policy_loss import PolicyLoss
-from trainer.types import Layout, MicroBatch, Outputs
+from trainer.policy.packing import make_layout
+from trainer.types import MicroBatch, Outputs
 
 Tensor = torch.Tensor
 LENGTHS = [7, 1, 4, 0, 1, 6]  # a fully masked row and rows of length one among them
@@ -157,7 +158,7 @@ def learners_loss(data: dict[str, Tensor], config: AlgorithmConfig) -> Tensor:
     mask, ids = data["mask"], torch.zeros(len(LENGTHS), max(LENGTHS) + 1, dtype=torch.long)
     advantages_, reference = data["advantages"].unsqueeze(1).expand_as(mask), data["reference"]
     rows = list(range(len(LENGTHS)))
-    layout, beside = Layout.of(mask, LENGTHS), reference if config.kl_coef else None
+    layout, beside = make_layout(mask, LENGTHS), reference if config.kl_coef else None
     micro_batch = MicroBatch(
         ids, mask, data["engine"], advantages_, LENGTHS, layout, rows, data["old"], beside
     )

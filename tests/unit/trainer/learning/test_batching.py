@@ -8,7 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainer.learning.batching import TABLE, assign_to_ranks, micro_batches, pack, pack_padded
-from trainer.types import Layout, Sample
+from trainer.policy.packing import make_layout
+from trainer.types import Sample
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
@@ -136,7 +137,7 @@ def test_ranks_that_share_a_pack_have_every_token_and_target_once(lengths: list[
         [sample(n, seed) for seed, n in enumerate(lengths)], 10**4, 0, "cpu", 1, packing=True
     )
     layout = batch.layout
-    cuts = [Layout.of(batch.loss_mask, batch.lengths, True, ways, place) for place in range(ways)]
+    cuts = [make_layout(batch.loss_mask, batch.lengths, True, ways, place) for place in range(ways)]
     assert layout.pack is not None and layout.pack.parts == [len(layout.pack.tokens)]
     states, missing, begin = [], max(0, ways - len(layout.pack.tokens)), 0
     for place, cut in enumerate(cuts):

@@ -11,7 +11,8 @@ from torch import Tensor
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.learning.groups import MiniBatch
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
-from trainer.types import Layout, MicroBatch, Outputs
+from trainer.policy.packing import make_layout
+from trainer.types import MicroBatch, Outputs
 
 LONGEST = 9
 
@@ -34,7 +35,7 @@ def make_batch(seed: int = 0) -> tuple[MicroBatch, Outputs]:
         new + noise(0.3),
         noise(1.0),
         [7] * 4,
-        Layout.of(mask, [7] * 4),
+        make_layout(mask, [7] * 4),
         [0, 1, 2, 3],
         new + noise(0.4),
         new + noise(0.3),
