@@ -84,9 +84,9 @@ class Generation:
                 f"{len(self.token_ids)} sampled tokens cannot have {len(self.logprobs)} "
                 "log-probabilities"
             )
-        place = f"an answer at place {self.place}"
+        name = f"an answer at place {self.place}"
         self.versions = checked_versions(
-            self.versions or [(self.weight_version, 0)], len(self.token_ids), place
+            self.versions or [(self.weight_version, 0)], len(self.token_ids), name
         )
         self.weight_version = self.versions[-1][0]
 
@@ -189,8 +189,8 @@ def mark_versions(trajectory: Trajectory, answers: Iterable[Generation]) -> None
             covered = end
     if merged := merged_versions(versions):
         merged[0] = (merged[0][0], 0)
-        place = f"prompt {trajectory.prompt_index} sample {trajectory.sample_index}"
-        trajectory.versions = checked_versions(merged, len(trajectory.response_ids), place)
+        name = f"prompt {trajectory.prompt_index} sample {trajectory.sample_index}"
+        trajectory.versions = checked_versions(merged, len(trajectory.response_ids), name)
         trajectory.weight_version = merged[-1][0]
 
 
@@ -575,10 +575,10 @@ class _Turns:
 
     def _answer_end(self) -> int:
         """Return the index of the last answer's end in the full rendering."""
-        places = [i for i, token in enumerate(self._all_ids) if token in self._ends]
+        indices = [i for i, token in enumerate(self._all_ids) if token in self._ends]
         turns, answer = self._segments(self._all_ids)[:-1], self._rendered[-1]
         if turns[: len(self._rendered)] == self._rendered:
-            return places[len(self._rendered) - 1]
+            return indices[len(self._rendered) - 1]
         # The template has left something out of earlier turns: the n-th end may be that of a
         # different turn.
         if self._header:
@@ -591,7 +591,7 @@ class _Turns:
         if len(ends) != 1:
             reason = "the chat template renders the last answer differently when messages follow it"
             raise ValueError(f"{reason}, so that its end cannot be found: {self._text(answer)[-80:]!r}")
-        return places[ends[0]]
+        return indices[ends[0]]
 
     def _segments(self, ids: Sequence[int]) -> list[list[int]]:
         parts: list[list[int]] = [[]]

@@ -348,7 +348,7 @@ def split_images(
     return plain, sources
 
 
-def with_places(messages: ChatMessages) -> list[dict[str, Any]]:
+def with_image_parts(messages: ChatMessages) -> list[dict[str, Any]]:
     """Return messages in which each mark `<image>` in a text is the place of an image, `{"type":
     "image"}`.
 
@@ -502,20 +502,20 @@ class ImageProcessor:
         if not images:
             return ()
         [kinds] = self._processor.create_mm_token_type_ids([list(ids)])
-        places = [index for index, kind in enumerate(kinds) if kind == 1]
+        indices = [index for index, kind in enumerate(kinds) if kind == 1]
         spans, begin = [], 0
         for image in images:
             count = self.tokens(image.size)
-            run = places[begin : begin + count]
+            run = indices[begin : begin + count]
             if len(run) < count or run[-1] - run[0] != count - 1:
                 raise ValueError(
-                    f"has {len(places)} image tokens, but not {count} in a row for one of its images"
+                    f"has {len(indices)} image tokens, but not {count} in a row for one of its images"
                 )
             spans.append((run[0], count))
             begin += count
-        if begin != len(places):
+        if begin != len(indices):
             raise ValueError(
-                f"has {len(places)} image tokens, but its {len(images)} images take {begin}"
+                f"has {len(indices)} image tokens, but its {len(images)} images take {begin}"
             )
         return tuple(spans)
 

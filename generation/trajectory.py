@@ -77,12 +77,12 @@ class Trajectory:
     routes: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        place = f"prompt {self.prompt_index} sample {self.sample_index}"
+        name = f"prompt {self.prompt_index} sample {self.sample_index}"
         ids, mask, logprobs = len(self.response_ids), len(self.loss_mask), len(self.logprobs)
         if not ids == mask == logprobs:
             lengths = f"{ids} response ids, {mask} mask entries and {logprobs} log-probabilities"
-            raise ValueError(f"{place}: {lengths} must be equal in number")
-        self.versions = checked_versions(self.versions or [(self.weight_version, 0)], ids, place)
+            raise ValueError(f"{name}: {lengths} must be equal in number")
+        self.versions = checked_versions(self.versions or [(self.weight_version, 0)], ids, name)
         self.weight_version = self.versions[-1][0]
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
@@ -94,28 +94,26 @@ class Trajectory:
         self.logprobs += [0.0] * len(token_ids) if logprobs is None else logprobs
 
 
-def checked_versions(
-    versions: Iterable[Sequence[int]], tokens: int, place: str
-) -> list[tuple[int, int]]:
+def checked_versions(versions: Iterable[Sequence[int]], tokens: int, name: str) -> list[tuple[int, int]]:
     """Return `versions`, pairs of a version and the index of its first token, checked to cover
     `tokens` tokens.
 
-    Raises ValueError, whose message begins with `place`, where the first version does not begin at
+    Raises ValueError, whose message begins with `name`, where the first version does not begin at
     0, one begins after the last token, or versions or indices do not ascend.
     """
     pairs = [(int(version), int(start)) for version, start in versions]
     starts = [start for _, start in pairs]
     if not pairs or starts[0] != 0:
         raise ValueError(
-            f"{place}: versions {pairs} leave the first tokens out: the first must begin at 0"
+            f"{name}: versions {pairs} leave the first tokens out: the first must begin at 0"
         )
     if starts[-1] >= max(tokens, 1):
         raise ValueError(
-            f"{place}: a version begins at token {starts[-1]}, but there are {tokens} tokens"
+            f"{name}: a version begins at token {starts[-1]}, but there are {tokens} tokens"
         )
     if any(after <= before for pair in pairwise(pairs) for before, after in zip(*pair, strict=True)):
         raise ValueError(
-            f"{place}: versions {pairs} must ascend, and so must the tokens at which they begin"
+            f"{name}: versions {pairs} must ascend, and so must the tokens at which they begin"
         )
     return pairs
 

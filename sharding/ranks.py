@@ -126,8 +126,8 @@ def allreduce_objects(value: Any, merge: Callable[[Any, Any], Any], among: Ranks
     if paired:
         state = join(me ^ 1)
     if speaks:
-        place = me // 2 if paired else me - pairs
-        for other in (place ^ 1 << bit for bit in range(steps)):
+        position = me // 2 if paired else me - pairs
+        for other in (position ^ 1 << bit for bit in range(steps)):
             state = join(2 * other if other < pairs else other + pairs)
     if paired:
         received = _swap(state, me ^ 1, among.channel)

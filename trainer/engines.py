@@ -13,7 +13,7 @@ from generation.engine.lifecycle import Memory
 from generation.engine.logits import engine_arguments, uses_v2
 from generation.engine.ray_replicas import ReplicatedEngine, join_cluster
 from generation.engine.sampling import SamplingSettings
-from generation.engine.settings import EngineSettings, cpu_places
+from generation.engine.settings import EngineSettings, cpu_binding
 from generation.engine.vllm_compat import fork_engines
 from generation.rollouts.client import CapturingServer
 from sharding import SHARING_WORKER, WORKER_EXTENSION
@@ -38,10 +38,10 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     group = range(local_rank, local_rank + size)
     shares_memory = way(config).shares_memory
-    place = placement(config)
-    if place.actors:  # an actor sees only its own devices, and may run on any machine
+    record = placement(config)
+    if record.actors:  # an actor sees only its own devices, and may run on any machine
         group, local_ranks = range(size), engine.replicas * size
-    places = cpu_places(group, local_ranks)
+    cores = cpu_binding(group, local_ranks)
     needed = processor_arguments(config, on_cuda)
     both = {
         "additional_config": needed.get("additional_config", {})
@@ -60,13 +60,13 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         kv_cache_bytes=None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * 2**30),
         enforce_eager=(not on_cuda) if engine.enforce_eager is None else engine.enforce_eager,
         seed=config.run.seed,
-        sleep=engine.sleep and not place.remote,
+        sleep=engine.sleep and not record.remote,
         deep_sleep=engine.deep_sleep,
         shared_weights=shares_memory,
         trust_remote_code=config.model.trust_remote_code,
         device_indices=tuple(group) if on_cuda else (),
-        cpu_threads=places["cpu_threads"],
-        cpu_cores=() if on_cuda or place.actors else places["cpu_cores"],
+        cpu_threads=cores["cpu_threads"],
+        cpu_cores=() if on_cuda or record.actors else cores["cpu_cores"],
         fp32_head=config.policy.fp32_head,
         lora_rank=config.lora.rank if config.lora.engines_apply else 0,
         routes=config.model.routes == "engine",

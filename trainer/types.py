@@ -153,7 +153,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class ImagePlace:
+class ImageSpan:
     """The placeholder tokens of an image in a micro-batch."""
 
     image: "Image"
@@ -191,7 +191,7 @@ class MicroBatch:
     # routers decide
     routes: Tensor | None = None
     ages: Tensor | None = None  # [B, T-1] uint8, updates since the token was sampled; None: all 0
-    images: list[ImagePlace] = field(default_factory=list)  # in the order of their placeholder tokens
+    images: list[ImageSpan] = field(default_factory=list)  # in the order of their placeholder tokens
 
     @property
     def ways(self) -> int:

@@ -62,7 +62,7 @@ class EngineImages:
         ids, images, spans = inputs.ids, inputs.images, inputs.spans
         if len(images) != len(spans):
             raise ImageCountError(f"there are {len(images)} images, but places for {len(spans)}")
-        items, places = [], []
+        items, ranges = [], []
         for number, (image, (start, length)) in enumerate(zip(images, spans, strict=True), start=1):
             item, tokens, embedded = await self._processed_image(image)
             if (first := _found(ids[start : start + length], tokens, embedded)) is None:
@@ -75,14 +75,14 @@ class EngineImages:
                 raise ImageCountError(f"{name} ({width} x {height} pixels) {counts}: {remedy}")
             items.append(item)
             taken = embedded[first : first + length]
-            places.append(
+            ranges.append(
                 PlaceholderRange(start, length, is_embed=None if all(taken) else torch.tensor(taken))
             )
         kwargs, hashes = (
             MultiModalKwargsItems({"image": items}),
             {"image": [image.digest for image in images]},
         )
-        return dict(mm_input(ids, mm_kwargs=kwargs, mm_hashes=hashes, mm_placeholders={"image": places}))
+        return dict(mm_input(ids, mm_kwargs=kwargs, mm_hashes=hashes, mm_placeholders={"image": ranges}))
 
     async def _processed_image(self, image: Image) -> _Processed:
         async with self._lock:

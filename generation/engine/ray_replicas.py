@@ -371,9 +371,9 @@ class ReplicatedEngine(Engine):
             self.settings.tensor_parallel_size,
             (ip, port, world_size, train_world_size, timeout),
         )
-        places = enumerate(self.members)
+        members = enumerate(self.members)
         await self._gather(
-            [member.call("ask_workers", "init_collective", n * size, *group) for n, member in places]
+            [member.call("ask_workers", "init_collective", n * size, *group) for n, member in members]
         )
 
     async def receive(self, method: str, *args: Any, version: int | None = None) -> list[dict[str, Any]]:

@@ -38,8 +38,8 @@ def sample_seed(seed: int, step: int, prompt: int, sample: int, call: int = 0) -
     """Return a 63-bit seed that is a function of the arguments alone; `call` counts a trajectory's
     requests.
     """
-    place = f"{seed}/{step}/{prompt}/{sample}" + (f"/{call}" if call else "")
-    return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1
+    key = f"{seed}/{step}/{prompt}/{sample}" + (f"/{call}" if call else "")
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def response_budget(context_tokens: int, max_tokens: int, max_model_len: int) -> int:

@@ -110,10 +110,11 @@ def engine_argument_names() -> set[str] | None:
     installed.
     """
     spec = find_spec("vllm")
-    places = [
-        Path(place) / "engine/arg_utils.py" for place in (spec and spec.submodule_search_locations) or ()
+    files = [
+        Path(folder) / "engine/arg_utils.py"
+        for folder in (spec and spec.submodule_search_locations) or ()
     ]
-    source = next((place.read_text("utf-8") for place in places if place.is_file()), None)
+    source = next((file.read_text("utf-8") for file in files if file.is_file()), None)
     if source is None:
         return None
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
@@ -225,7 +226,7 @@ VLLM_NAMES = {
 """The field of `EngineSettings` for each of vLLM's engine arguments that has one."""
 
 
-def cpu_places(workers: Sequence[int], processes: int) -> dict[str, Any]:
+def cpu_binding(workers: Sequence[int], processes: int) -> dict[str, Any]:
     """Return `cpu_threads` and `cpu_cores` of an engine on CPU, within the cores that this process
     may use.
 

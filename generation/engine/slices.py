@@ -38,17 +38,15 @@ class Unfinished:
     opening: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
-        place = f"an unfinished answer to a prompt of {len(self.prompt_ids)} tokens"
+        name = f"an unfinished answer to a prompt of {len(self.prompt_ids)} tokens"
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(
-                f"{place}: {len(self.token_ids)} tokens, but {len(self.logprobs)} log-probabilities"
+                f"{name}: {len(self.token_ids)} tokens, but {len(self.logprobs)} log-probabilities"
             )
         if len(self.token_ids) >= self.budget:
-            raise ValueError(
-                f"{place} has {len(self.token_ids)} of {self.budget} tokens: it is finished"
-            )
+            raise ValueError(f"{name} has {len(self.token_ids)} of {self.budget} tokens: it is finished")
         if self.token_ids or self.versions:
-            self.versions = checked_versions(self.versions, len(self.token_ids), place)
+            self.versions = checked_versions(self.versions, len(self.token_ids), name)
 
     @property
     def left(self) -> int:

@@ -105,10 +105,10 @@ async def as_ready(
     generator at some later time. Raises TimeoutError after `timeout` seconds, if given.
     """
 
-    async def placed(place: int, call: Awaitable[T]) -> tuple[int, T]:
-        return place, await call
+    async def indexed(index: int, call: Awaitable[T]) -> tuple[int, T]:
+        return index, await call
 
-    tasks = [asyncio.ensure_future(placed(place, call)) for place, call in enumerate(calls)]
+    tasks = [asyncio.ensure_future(indexed(index, call)) for index, call in enumerate(calls)]
     try:
         for task in asyncio.as_completed(tasks, timeout=timeout):
             yield await task

@@ -115,10 +115,10 @@ class ClientRollout:
             if self._running is None:
                 self._running = await self._start(llm)
         server, thread = self._running
-        place = llm.settings.seed, llm.settings.step, llm.prompt_index, llm.sample_index
+        indices = llm.settings.seed, llm.settings.step, llm.prompt_index, llm.sample_index
         key = server.open(
             sampling=sampling,
-            seed=sample_seed(*place),
+            seed=sample_seed(*indices),
             policy_version=llm.settings.policy_version,
             turnstile=llm.turnstile,
             row_images=llm.images,

@@ -125,7 +125,7 @@ async def rollout(
                 await room.acquire()
     ended = {(t.prompt_index, t.sample_index) for t in finished}
     # A task group does not notice when a task is cancelled by other code.
-    return finished + [lost_episode(llm) for place, llm in begun.items() if place not in ended]
+    return finished + [lost_episode(llm) for indices, llm in begun.items() if indices not in ended]
 
 
 def lost_episode(llm: PolicyLLM) -> Trajectory:
@@ -266,7 +266,9 @@ class CarriedEpisodes:
 
     def complete(self) -> list[int]:
         """Return the places of the groups whose episodes have all ended."""
-        return [place for place, group in self.groups.items() if len(group.done) == self.group_size]
+        return [
+            position for position, group in self.groups.items() if len(group.done) == self.group_size
+        ]
 
     async def slice(self, version: int, new: Sequence[Beginning]) -> list[int]:
         """Continue every unfinished episode by a slice, the oldest first, then begin the new groups
@@ -353,9 +355,9 @@ class CarriedEpisodes:
 
         In an episode of several turns, the answer's prompt contains the earlier ones.
         """
-        places = self._turnstiles.items()
+        turnstiles = self._turnstiles.items()
         return [
-            (*at, answer) for at, turnstile in places if (answer := turnstile.unfinished) is not None
+            (*at, answer) for at, turnstile in turnstiles if (answer := turnstile.unfinished) is not None
         ]
 
     def kept(self) -> list[CarriedGroup]:
@@ -363,12 +365,12 @@ class CarriedEpisodes:
         change the copies.
         """
         copies = {
-            place: replace(group, done=dict(group.done), unfinished={})
-            for place, group in self.groups.items()
+            position: replace(group, done=dict(group.done), unfinished={})
+            for position, group in self.groups.items()
         }
-        for place, sample, answer in self.parked() if self.function is one_shot else ():
-            copies[place].unfinished[sample] = replace(answer, opening=0)
-        return [copies[place] for place in sorted(copies)]
+        for position, sample, answer in self.parked() if self.function is one_shot else ():
+            copies[position].unfinished[sample] = replace(answer, opening=0)
+        return [copies[position] for position in sorted(copies)]
 
     async def stop(self) -> None:
         """Cancel all unfinished episodes."""

@@ -305,7 +305,7 @@ class ToolRunner:
     def __init__(self, limits: ToolLimits, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.limits = limits
         self._tokenizer = tokenizer
-        self._places = asyncio.Semaphore(limits.max_concurrency)
+        self._slots = asyncio.Semaphore(limits.max_concurrency)
         # The event loop's time of the next call of each tool that has a rate
         self._next: dict[str, float] = {}
 
@@ -313,7 +313,7 @@ class ToolRunner:
         """Call user code when there is a place for it. Raises TimeoutError, or the code's own
         error.
         """
-        async with self._places:
+        async with self._slots:
             return await call_user(function, self.limits.timeout_s)
 
     async def _wait_for_rate(self, name: str) -> None:

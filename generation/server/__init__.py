@@ -137,7 +137,7 @@ class OpenAIServer:
         Raises KeyError if the trajectory is not open.
         """
         return (
-            self.base_url.removesuffix("/v1") + TRAJECTORY_PATH + self._conversations[key].place + "/v1"
+            self.base_url.removesuffix("/v1") + TRAJECTORY_PATH + self._conversations[key].slug + "/v1"
         )
 
     def lost_keys(self, key: str) -> int:

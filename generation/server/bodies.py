@@ -360,9 +360,9 @@ class AnswerSender:
         answered.raw_headers = self._start["headers"]
         return answered
 
-    def _keep(self, index: int, message: dict[str, Any] | None, place: dict[str, Any]) -> None:
-        """Add a finished choice's ids and log-probabilities to `place`, and record a chat's message
-        in the history.
+    def _keep(self, index: int, message: dict[str, Any] | None, choice: dict[str, Any]) -> None:
+        """Add a finished choice's ids and log-probabilities to `choice`, and record a chat's
+        message in the history.
         """
         generation, conversation = self._call.generations.get(index), self._call.conversation
         if generation is None:
@@ -378,7 +378,7 @@ class AnswerSender:
                 conversation.answered_empty.add(as_key(self._call.turns))
         # JSON has no minus infinity, which vLLM writes as -9999.0, too.
         logprobs = [max(logprob, -9999.0) for logprob in generation.logprobs]
-        place.update(
+        choice.update(
             zip(EXACT_FIELDS, (generation.prompt_ids, generation.token_ids, logprobs), strict=True)
         )
 

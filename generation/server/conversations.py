@@ -173,7 +173,7 @@ class ServedConversation:
     fatal: Exception | None = None
 
     @property
-    def place(self) -> str:
+    def slug(self) -> str:
         """The conversation's name in addresses, which does not reveal the key."""
         return hashlib.blake2b(self.key.encode(), digest_size=16).hexdigest()
 
@@ -217,7 +217,7 @@ class Conversations(dict[str, ServedConversation]):
         self._tokenizer = tokenizer
         self._ends = settings.eos_token_ids
         self._limit = settings.max_conversations
-        self.places: dict[str, ServedConversation] = {}
+        self.by_slug: dict[str, ServedConversation] = {}
         self.counts: Counter[str] = Counter()
         self.responses = StoredResponses()
 
@@ -238,7 +238,7 @@ class Conversations(dict[str, ServedConversation]):
             )
         self.check_room(new.by_request)
         new.history = ChatHistory(self._tokenizer, self._ends)
-        self[new.key] = self.places[new.place] = new
+        self[new.key] = self.by_slug[new.slug] = new
         return new
 
     def take(self, key: str) -> list[Trajectory]:
@@ -248,7 +248,7 @@ class Conversations(dict[str, ServedConversation]):
         The first trajectory has the conversation's counters among its metrics, as "server/…".
         """
         taken = self.pop(key)
-        del self.places[taken.place]
+        del self.by_slug[taken.slug]
         taken.counts["retemplated"] = taken.history.retemplated
         self.counts["retemplated"] += taken.history.retemplated
         trajectories = taken.history.trajectories()

@@ -46,7 +46,7 @@ VLLM_PATHS = (
 )
 SERVED = (*VLLM_PATHS, f"{MODELS}/MODEL", METRICS)
 TRAJECTORY_PATH = "/trajectories/"
-"""The path prefix of trajectories' own addresses; the trajectory's `place` follows it."""
+"""The path prefix of trajectories' own addresses; the trajectory's `slug` follows it."""
 
 
 @dataclass(eq=False)
@@ -103,8 +103,8 @@ class Gate:
             )
         path, conversation = request.scope["path"], None
         if path.startswith(TRAJECTORY_PATH):
-            place, _, rest = path.removeprefix(TRAJECTORY_PATH).partition("/")
-            path, conversation = f"/{rest}", self.conversations.places.get(place)
+            slug, _, rest = path.removeprefix(TRAJECTORY_PATH).partition("/")
+            path, conversation = f"/{rest}", self.conversations.by_slug.get(slug)
             if conversation is None:
                 raise Refused(404, "there is no such trajectory, or it has ended")
         # Anthropic's clients add /v1 to a base URL that ends with it

@@ -105,18 +105,18 @@ def _refused_to_client() -> Iterator[None]:
 async def _with_images(messages: Sequence[Any], rules: ImageRules, decoder: Executor) -> list[Any]:
     """Return the messages with their images read. Raises Refused where one cannot be read."""
     copies = [dict(message) if isinstance(message, Mapping) else message for message in messages]
-    places: list[tuple[list[Any], int]] = []
+    image_parts: list[tuple[list[Any], int]] = []
     for message in copies:
         if not isinstance(message, dict) or isinstance(content := message.get("content"), str | None):
             continue
         message["content"] = parts = list(content)  # pydantic's iterators can be read only once
-        places += [(parts, index) for index, part in enumerate(parts) if _is_image(part)]
-    if not places:
+        image_parts += [(parts, index) for index, part in enumerate(parts) if _is_image(part)]
+    if not image_parts:
         return copies
     with _refused_to_client():
-        if len(places) > rules.most:
-            raise ValueError(f"has {len(places)} images, more than data.max_images = {rules.most}")
-        urls = (parts[index].get("image_url") for parts, index in places)
+        if len(image_parts) > rules.most:
+            raise ValueError(f"has {len(image_parts)} images, more than data.max_images = {rules.most}")
+        urls = (parts[index].get("image_url") for parts, index in image_parts)
         images: tuple[Image, ...] = ()
         for number, url in enumerate(urls, start=1):
             # one at a time, so that other requests have their turn between
@@ -128,7 +128,7 @@ async def _with_images(messages: Sequence[Any], rules: ImageRules, decoder: Exec
             )
         if (call := CURRENT.get()) is not None:  # else the request asks for no answer, but for ids
             images = call.admit(images, rules)
-    for (parts, index), image in zip(places, images, strict=True):
+    for (parts, index), image in zip(image_parts, images, strict=True):
         parts[index] = {"type": "image_pil", "image_pil": image}  # vLLM passes such parts on unchanged
     return copies
 

@@ -155,7 +155,7 @@ class RemoteEngines:
         host = own_address(far, int(port)) if far else self._host
         workers = sum(member["workers"] for member in members)
         sender = self._sender = self._new_sender(workers=workers, host=host, session=session)
-        self._tell("group", place=[sender.ip, sender.port, sender.world_size])
+        self._tell("group", address=[sender.ip, sender.port, sender.world_size])
         joining = self._calls()
         sender.connect(joining)
         with agreed("joining the weights group"):
@@ -237,8 +237,8 @@ class Trainers:
             members |= self._members()
         try:
             if members["joined"]:
-                place = self._line.receive(timeout, "place of the weights group")["place"]
-                self._do("joining the weights group", lambda engine: self._join(engine, place))
+                address = self._line.receive(timeout, "place of the weights group")["address"]
+                self._do("joining the weights group", lambda engine: self._join(engine, address))
             self._do(
                 "receiving weights", lambda engine: engine.receive(method, timeout, version=version)
             )
@@ -272,8 +272,8 @@ class Trainers:
             "reached_from": cluster_address(),
         }
 
-    def _join(self, engine: Engine, place: list[Any]) -> Coroutine[Any, Any, Any]:
-        ip, port, world_size = place
+    def _join(self, engine: Engine, address: list[Any]) -> Coroutine[Any, Any, Any]:
+        ip, port, world_size = address
         if self._replicas is not None:
             return self._replicas.join_group(ip, port, world_size, TRAIN_WORLD_SIZE, self._timeout)
         return engine.ask_workers(

@@ -81,29 +81,29 @@ class Storage(Transport):
         """Write the bucket. Collective: workers of all ranks learn where rank 0 has written it.
         Raises SyncError: it could not be written, on all ranks.
         """
-        place: dict[str, Any] = {}
+        record: dict[str, Any] = {}
         if rank() == 0 and not failed:
             try:
-                place = self._write(self.buffers[fields["buffer"]][: fields["nbytes"]].cpu())
+                record = self._write(self.buffers[fields["buffer"]][: fields["nbytes"]].cpu())
                 if kind == "bucket":
-                    self._content["buckets"].append(place | {"pieces": fields["pieces"]})
-                place["path"] = str((self._folder / self._slot).resolve())
-                place |= {"number": len(self._content["buckets"]), "timeout_s": self._timeout}
+                    self._content["buckets"].append(record | {"pieces": fields["pieces"]})
+                record["path"] = str((self._folder / self._slot).resolve())
+                record |= {"number": len(self._content["buckets"]), "timeout_s": self._timeout}
             except OSError as error:
-                place = {"error": f"{self._folder / self._slot} cannot be written: {error}"}
-        place = exchange(place)[0]
-        if "path" not in place:
-            raise SyncError(place.get("error", "rank 0 has failed before"))
-        return place
+                record = {"error": f"{self._folder / self._slot} cannot be written: {error}"}
+        record = exchange(record)[0]
+        if "path" not in record:
+            raise SyncError(record.get("error", "rank 0 has failed before"))
+        return record
 
     def _write(self, memory: torch.Tensor) -> dict[str, Any]:
         data = memory.numpy().data
-        place = {"offset": self._end, "nbytes": len(data), "digest": digest(data)}
+        record = {"offset": self._end, "nbytes": len(data), "digest": digest(data)}
         while data:
             written = os.pwrite(self._fd, data, self._end)
             self._end += written
             data = data[written:]
-        return place
+        return record
 
     def finish(self, release: bool) -> None:
         """Make this update the current one of the folder."""

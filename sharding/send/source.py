@@ -400,8 +400,8 @@ def _inner_first(mesh: DeviceMesh, outer: int, inner: int) -> tuple[int, ...]:
     of their parts.
     """
     here: Any = mesh.get_coordinate()
-    place = tuple(slice(None) if i in (outer, inner) else at for i, at in enumerate(here))
-    return tuple(mesh.mesh[place].t().flatten().tolist())
+    index = tuple(slice(None) if i in (outer, inner) else at for i, at in enumerate(here))
+    return tuple(mesh.mesh[index].t().flatten().tolist())
 
 
 @lru_cache

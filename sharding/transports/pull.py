@@ -60,7 +60,7 @@ class Export:
         self._storages = [*by_address.values(), self._stamp.untyped_storage()]
         numbers = {address: number for number, address in enumerate(by_address)}
         self._addresses = self._where()
-        self.places = {
+        self.ranges = {
             n: [numbers[_storage(p)], p.data_ptr() - _storage(p), p.numel()] for n, p in parts.items()
         }
 
@@ -98,7 +98,7 @@ class Export:
         some anew and an offloaded one gets other memory.
         """
         now = self._where()
-        return [name for name, place in self._addresses.items() if now.get(name) != place]
+        return [name for name, address in self._addresses.items() if now.get(name) != address]
 
     def _where(self) -> dict[str, tuple[int, int]]:
         return {name: (part.data_ptr(), part.numel()) for name, part in self._held().items()}
@@ -155,8 +155,8 @@ class Pull(Staged):
         description = {
             "machine": machine(),
             "handles": {str(reader): self.export.handle() for reader in here},
-            "places": {
-                name: [*place, *self._elements(name)] for name, place in self.export.places.items()
+            "ranges": {
+                name: [*stretch, *self._elements(name)] for name, stretch in self.export.ranges.items()
             },
         }
         ranks = exchange(description)
@@ -166,7 +166,7 @@ class Pull(Staged):
                     f"shards of rank {away[0]} are on another machine: set sync.way to staged"
                 )
         self._sources = [{"rank": who, "handle": ranks[who]["handles"][str(rank())]} for who in here]
-        places = {who: ranks[who]["places"] for who in here}
+        ranges = {who: ranks[who]["ranges"] for who in here}
         held = {
             parameter.name: parameter
             for parameter in self._held.parameters()
@@ -176,8 +176,8 @@ class Pull(Staged):
             name: [
                 part
                 for who in holders[name]
-                if name in places[who]
-                for part in _parts(parameter, here.index(who), *places[who][name])
+                if name in ranges[who]
+                for part in _parts(parameter, here.index(who), *ranges[who][name])
             ]
             for name, parameter in held.items()
         }

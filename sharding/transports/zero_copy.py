@@ -76,11 +76,11 @@ class ZeroCopy(Staged):
             return
         assert self._call is not None
         shared = self._call("hotbunk_share_weights").result(self._timeout)[0]
-        places = shared["places"]
+        starts = shared["places"]
         storages = open_memory(shared["handle"], self._device)
-        self._sent = [p for p in self._parameters if not all(piece.name in places for piece in p.pieces)]
+        self._sent = [p for p in self._parameters if not all(piece.name in starts for piece in p.pieces)]
         shares = [parameter for parameter in self._parameters if parameter not in self._sent]
-        self._compute_in({p.name: memory_of(p, places, storages) for p in shares})
+        self._compute_in({p.name: memory_of(p, starts, storages) for p in shares})
         wait_for_writes(self._device)
         self.in_place = True
 
@@ -91,20 +91,20 @@ class ZeroCopy(Staged):
 
 
 def memory_of(
-    parameter: SourceParameter, places: dict[str, tuple[int, int]], storages: list[torch.Tensor]
+    parameter: SourceParameter, starts: dict[str, tuple[int, int]], storages: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Return a parameter's memory in the engine, flat, in the engine's dtype. `places`: weight ->
+    """Return a parameter's memory in the engine, flat, in the engine's dtype. `starts`: weight ->
     number of the storage it lies in, and the byte at which it begins there. A parameter of two
     weights of 288 and 192 bytes may lie at (0, 512) and (0, 800), which makes one run. Raises
     SyncError: the parameter consists of weights that the engine keeps in different places.
     """
-    starts = {(places[p.name][0], places[p.name][1] - p.offset) for p in parameter.pieces}
-    if len(starts) > 1:
+    runs = {(starts[p.name][0], starts[p.name][1] - p.offset) for p in parameter.pieces}
+    if len(runs) > 1:
         raise SyncError(
             f"the engine keeps the parts of {parameter.name} apart, so the trainer cannot compute with "
             "it: set sync.way to staged"
         )
-    number, start = starts.pop()
+    number, start = runs.pop()
     return storages[number][start : start + parameter.nbytes].view(
         getattr(torch, parameter.pieces[0].dtype)
     )

@@ -1,9 +1,9 @@
-"""Patches: the words of a bucket that have changed since it was last sent, with their places.
+"""Patches: the words of a bucket that have changed since it was last sent, with their offsets.
 
 A word has 2 bytes, as an element of bfloat16 does. At a learning rate of 1e-6 a step changes 1 to 3
 % of the elements of bfloat16 weights (docs/apart.md), but some in every 64 KiB: blocks would save
-nothing, and places inside them save nearly all. A patch has the number of changed words in each
-block of 65,536 (int32), their places in it (16 bits each), and their values: 4 bytes a changed
+nothing, and offsets inside them save nearly all. A patch has the number of changed words in each
+block of 65,536 (int32), their offsets in it (16 bits each), and their values: 4 bytes a changed
 word.
 
 Places are int64 while they are computed with, 8 bytes a word. So a bucket is gone through in slices
@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_BLOCK_BITS = 16  # places in a block have so many
-_PLACES = (1 << _BLOCK_BITS) - 1
+_BLOCK_BITS = 16  # offsets in a block have so many
+_OFFSETS = (1 << _BLOCK_BITS) - 1
 _ALIGNMENT = 8  # bytes of a stamp, which follows
 _SLICE_BLOCKS = 64  # 8 MiB of a bucket, for which temporaries take 100 MiB at most
 
@@ -36,13 +36,13 @@ def patch_between(before: Tensor, after: Tensor) -> Tensor | None:
         return None
     patch = after.new_zeros(nbytes + -nbytes % _ALIGNMENT)
     patch[: counts.nbytes] = counts.view(torch.uint8)
-    places, values = _split(patch, counts.nbytes, total)
+    offsets, values = _split(patch, counts.nbytes, total)
     first = 0
     for _, stretch in _slices(words):
         changed = (words[stretch] != former[stretch]).nonzero().flatten()
         last = first + len(changed)
         values[first:last] = words[stretch][changed]
-        places[first:last] = changed.bitwise_and_(_PLACES)
+        offsets[first:last] = changed.bitwise_and_(_OFFSETS)
         first = last
     return patch
 
@@ -57,7 +57,7 @@ def apply_patch(patch: Tensor, memory: Tensor) -> None:
     total = int(counts.sum())
     if int(counts.min()) < 0 or start + 4 * total > patch.nbytes:
         return  # digests find the missing words
-    places, values = _split(patch, start, total)
+    offsets, values = _split(patch, start, total)
     first = 0
     for blocks, stretch in _slices(words):
         last = first + int(counts[blocks].sum())
@@ -65,13 +65,13 @@ def apply_patch(patch: Tensor, memory: Tensor) -> None:
             counts[blocks]
         )
         changed <<= _BLOCK_BITS
-        changed += places[first:last].long().bitwise_and_(_PLACES)
+        changed += offsets[first:last].long().bitwise_and_(_OFFSETS)
         words[stretch][changed.clamp_(max=len(words[stretch]) - 1)] = values[first:last]
         first = last
 
 
 def _split(patch: Tensor, start: int, total: int) -> tuple[Tensor, Tensor]:
-    """Return the places and the values of a patch with `total` changed words: views of it, int16
+    """Return the offsets and the values of a patch with `total` changed words: views of it, int16
     [total].
     """
     rest = patch[start:].view(torch.int16)

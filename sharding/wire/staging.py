@@ -101,13 +101,13 @@ class MemoryFile:
             self._fd = os.memfd_create(name, os.MFD_CLOEXEC)
             # Tells this memory from an earlier one that had the same descriptor
             inode = os.fstat(self._fd).st_ino
-            places = {"starts": starts, "sizes": sizes}
+            layout = {"starts": starts, "sizes": sizes}
             self.handle = {
                 "kind": "shared_memory",
                 "pid": os.getpid(),
                 "fd": self._fd,
                 "inode": inode,
-                **places,
+                **layout,
             }
             os.ftruncate(self._fd, total)
             self.tensors = _map_file(self._fd, self.handle)

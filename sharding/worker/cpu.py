@@ -208,12 +208,12 @@ class RouteRecorder:
             rows[:, layer] = chosen[:total].numpy()
         table = batch.block_table[0]
         end = 0
-        for place, name in enumerate(batch.req_ids):
+        for row, name in enumerate(batch.req_ids):
             begin, end = end, end + scheduled[name]
-            start = int(batch.num_computed_tokens_cpu[place])
+            start = int(batch.num_computed_tokens_cpu[row])
             positions = np.arange(start + end - begin)
             slots = (
-                table.get_numpy_array()[place, positions // table.block_size].astype(np.int64)
+                table.get_numpy_array()[row, positions // table.block_size].astype(np.int64)
                 * table.block_size
             )
             slots += positions % table.block_size

@@ -25,7 +25,7 @@ from sharding.wire import staging
 from sharding.wire.channel import SyncError, connect
 from sharding.wire.manifest import Manifest, check_manifest, first_names
 from sharding.wire.staging import MemoryFile, cuda_handle, release_pages, release_weights, resident_bytes
-from sharding.worker.group_member import CollectiveCarrier, Membership, Place
+from sharding.worker.group_member import CollectiveCarrier, Membership, Rendezvous
 from sharding.worker.loader import WeightLoader, own_checkpoint, reprocessed_modules
 from sharding.worker.noise import key_noise
 from sharding.worker.receiver import (
@@ -245,15 +245,17 @@ class VllmInternalWorkerExtension:
         stand behind the trainer's members: rank = `train_world_size` + `rank_prefix` + rank in the
         engine.
         """
-        place = Place(ip, port, world_size, train_world_size + rank_prefix + self.rank)  # type: ignore[attr-defined]
-        if self.hotbunk_membership is None or not self.hotbunk_membership.stands(place):
+        rendezvous = Rendezvous(ip, port, world_size, train_world_size + rank_prefix + self.rank)  # type: ignore[attr-defined]
+        if self.hotbunk_membership is None or not self.hotbunk_membership.stands(rendezvous):
             self._hotbunk_leave()
-            self.hotbunk_membership = Membership(place, self.device, self.report_device_id(), timeout_s)  # type: ignore[attr-defined]
+            self.hotbunk_membership = Membership(
+                rendezvous, self.device, self.report_device_id(), timeout_s
+            )  # type: ignore[attr-defined]
 
     def check_collective_ready(self) -> bool:
         """Return True if this worker is in a complete group. Never raises."""
         membership = self.hotbunk_membership
-        return membership is not None and membership.stands(membership.place)
+        return membership is not None and membership.stands(membership.rendezvous)
 
     def update_weights_from_collective(self, timeout_s: float = 300.0) -> WorkerOutcome:
         """Receive one update from the group; every wait ends after `timeout_s`."""

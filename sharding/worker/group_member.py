@@ -27,7 +27,7 @@ from sharding.worker.receiver import ChannelCarrier
 
 
 @dataclass(frozen=True)
-class Place:
+class Rendezvous:
     """A worker's place in a group: the arguments of `init_collective`, and the worker's own rank
     from them.
     """
@@ -43,33 +43,35 @@ class Membership:
     the same address.
     """
 
-    def __init__(self, place: Place, device: torch.device, device_id: str, timeout: float) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, device: torch.device, device_id: str, timeout: float
+    ) -> None:
         """Join. Return when all members are there and a first broadcast has arrived.
         Raises SyncError: the group is another one than was described, or this rank in it is taken.
         Raises TimeoutError: not all members came in time.
         """
-        self.place = place
-        self.store = GroupStore.at(place.ip, place.port, timeout)
-        self.channel = StoreChannel(self.store, f"from/{place.rank}", f"to/{place.rank}")
+        self.rendezvous = rendezvous
+        self.store = GroupStore.at(rendezvous.ip, rendezvous.port, timeout)
+        self.channel = StoreChannel(self.store, f"from/{rendezvous.rank}", f"to/{rendezvous.rank}")
         try:
             self.token = self._claim(device, device_id)
             everybody = "all members of the weights group"
             wait_until(lambda: self.store.has("go"), timeout, everybody, self.store.check_aborted)
-            address = own_address(place.ip, place.port)
+            address = own_address(rendezvous.ip, rendezvous.port)
             self.group = BroadcastGroup(
-                self.store, place.rank, place.world_size, device, address, timeout
+                self.store, rendezvous.rank, rendezvous.world_size, device, address, timeout
             )
         except Exception as error:
             with suppress(GroupError):
                 if not self.store.has("go"):  # a stray cannot end a group that stands already
                     self.store.abort(
-                        f"weights rank {place.rank} (pid {os.getpid()}) could not join: {error}"
+                        f"weights rank {rendezvous.rank} (pid {os.getpid()}) could not join: {error}"
                     )
             raise
 
     def _claim(self, device: torch.device, device_id: str) -> bytes:
-        rank = self.place.rank
-        world_size = self.place.world_size
+        rank = self.rendezvous.rank
+        world_size = self.rendezvous.world_size
         group = msgspec.msgpack.decode(self.store.read("group"))
         if group["world_size"] != world_size or not group["train_world_size"] <= rank < world_size:
             raise SyncError(
@@ -88,16 +90,18 @@ class Membership:
             )
         return str(group["token"]).encode()
 
-    def stands(self, place: Place) -> bool:
-        """Return True if this is a membership in the group that `place` describes, and the group
-        can be used.
+    def stands(self, rendezvous: Rendezvous) -> bool:
+        """Return True if this is a membership in the group that `rendezvous` describes, and the
+        group can be used.
         """
         try:
             self.store.check_aborted()
-            now = msgspec.msgpack.decode(GroupStore.at(place.ip, place.port, 1.0).read("group"))
+            now = msgspec.msgpack.decode(
+                GroupStore.at(rendezvous.ip, rendezvous.port, 1.0).read("group")
+            )
         except (SyncError, TimeoutError):
             return False
-        return place == self.place and str(now["token"]).encode() == self.token
+        return rendezvous == self.rendezvous and str(now["token"]).encode() == self.token
 
     def leave(self, reason: str | None = None) -> None:
         """Leave the group; with a reason, all others have to as well."""
@@ -152,7 +156,7 @@ class BroadcastBuckets:
         if reason is not None and membership is not None:
             self._worker.hotbunk_membership = None
             membership.leave(
-                f"weights rank {membership.place.rank} (pid {os.getpid()}) gave up: {reason}"
+                f"weights rank {membership.rendezvous.rank} (pid {os.getpid()}) gave up: {reason}"
             )
 
 

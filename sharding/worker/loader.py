@@ -238,8 +238,8 @@ class Arrivals:
         that the engine has `read`.
         """
         complaints = []
-        for name, places in self._parts.items():
-            arrived = sum(last - first for first, last in places)
+        for name, ranges in self._parts.items():
+            arrived = sum(last - first for first, last in ranges)
             elements = math.prod(self._expected[name][0])
             if arrived < elements:
                 complaints.append(f"only {arrived} of {elements} elements of {name} were sent")

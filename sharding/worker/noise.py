@@ -40,5 +40,5 @@ def keyed(generator: Generator, position: int) -> Generator:
     """Return a generator for one position of the request that `generator` was seeded for, of 32
     bits on CPU.
     """
-    place = hashlib.blake2b(f"{generator.initial_seed()}/{position}".encode(), digest_size=4).digest()
-    return Generator(generator.device).manual_seed(int.from_bytes(place, "little"))
+    key = hashlib.blake2b(f"{generator.initial_seed()}/{position}".encode(), digest_size=4).digest()
+    return Generator(generator.device).manual_seed(int.from_bytes(key, "little"))

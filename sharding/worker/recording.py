@@ -176,9 +176,9 @@ class Recording:
         read = 0
         for copy in copies:
             target = copy.target
-            place = storage_key(target), target.storage_offset() - read
+            start = storage_key(target), target.storage_offset() - read
             alike = copy.offset == read and copy.stride == target.stride() and target.is_contiguous()
-            if not alike or place != (storage_key(first), first.storage_offset()):
+            if not alike or start != (storage_key(first), first.storage_offset()):
                 return None
             read += target.numel()
         return first.as_strided((read,), (1,)) if read == math.prod(self.weights[name][0]) else None
@@ -305,9 +305,9 @@ class Recording:
             names.add(name)
             targets.append(target)
         for names, targets in by_storage.values():
-            places = [(int(t.storage_offset()), tuple(t.shape), t.stride()) for t in targets]
+            ranges = [(int(t.storage_offset()), tuple(t.shape), t.stride()) for t in targets]
             elements = targets[0].untyped_storage().nbytes() // targets[0].element_size()
-            if not _covers_once(places, elements):
+            if not _covers_once(ranges, elements):
                 self.distrust(names - {""}, "its parameter's elements are not each written once")
 
 
@@ -513,12 +513,12 @@ class LoadWatcher(TorchDispatchMode):
                 return
 
 
-def overlaps(places: Sequence[tuple[int, int, *tuple[Any, ...]]], first: int, last: int) -> bool:
-    """Return True if some of the numbers [first, last) are in one of these places, which are in
+def overlaps(ranges: Sequence[tuple[int, int, *tuple[Any, ...]]], first: int, last: int) -> bool:
+    """Return True if some of the numbers [first, last) are in one of these ranges, which are in
     order and apart.
     """
-    at = bisect.bisect_left(places, last, key=itemgetter(0))  # the first that starts behind them
-    return at > 0 and places[at - 1][1] > first
+    at = bisect.bisect_left(ranges, last, key=itemgetter(0))  # the first that starts behind them
+    return at > 0 and ranges[at - 1][1] > first
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:

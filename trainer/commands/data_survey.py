@@ -165,11 +165,11 @@ def _pieces(row: RenderedRow, tokenizer: PreTrainedTokenizerBase) -> list[tuple[
     """
     if not row.learned:
         return [(row.text, False)]
-    repeated = {place for start, length in row.image_spans for place in range(start + 1, start + length)}
+    repeated = {index for start, length in row.image_spans for index in range(start + 1, start + length)}
     tokens = [
         pair
-        for place, pair in enumerate(zip(row.token_ids, row.learned, strict=True))
-        if place not in repeated
+        for index, pair in enumerate(zip(row.token_ids, row.learned, strict=True))
+        if index not in repeated
     ]
     pieces = []
     for trained, run in groupby(tokens, lambda pair: pair[1]):

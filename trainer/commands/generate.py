@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from generation.engine.devices import first_devices
 from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings
-from generation.engine.settings import EngineSettings, cpu_places, kv_elements
+from generation.engine.settings import EngineSettings, cpu_binding, kv_elements
 from generation.messages import chat_form, plain_ids
 from generation.rollouts.episode import encode_following, without_second_end
 from trainer.chat_template import end_tokens
@@ -173,7 +173,7 @@ def engine_settings(name: str, step: int | None = None) -> EngineSettings:
         kv_cache_bytes=(length + _SPARE) * kv_elements(config) * (4 if dtype == "float32" else 2),
         sleep=False,
         device_indices=first_devices(1),
-        **cpu_places([0], 1),
+        **cpu_binding([0], 1),
     )
 
 

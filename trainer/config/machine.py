@@ -106,21 +106,21 @@ def unwritable(folder: Path) -> str | None:
     """Return the reason why a folder cannot be made or written to; None if it can. Leave nothing
     behind.
     """
-    place = folder.absolute()
-    if len(os.fsencode(place)) > _LONGEST_PATH or any(
-        len(os.fsencode(part)) > _LONGEST_NAME for part in place.parts
+    path = folder.absolute()
+    if len(os.fsencode(path)) > _LONGEST_PATH or any(
+        len(os.fsencode(part)) > _LONGEST_NAME for part in path.parts
     ):
         return f"it has more than {_LONGEST_PATH} bytes, or a name in it has more than {_LONGEST_NAME}"
     try:
-        while not os.path.lexists(place):
-            place = place.parent
-        with tempfile.TemporaryDirectory(prefix=".hotbunk-", dir=place):
+        while not os.path.lexists(path):
+            path = path.parent
+        with tempfile.TemporaryDirectory(prefix=".hotbunk-", dir=path):
             # a trial, since root passes permission checks
             return None
     except NotADirectoryError:
-        return f"{place} is not a folder"
+        return f"{path} is not a folder"
     except OSError as error:
-        return f"nothing can be written in {place} ({error.strerror})"
+        return f"nothing can be written in {path} ({error.strerror})"
 
 
 def resolve_device(config: TrainConfig) -> Literal["cpu", "cuda"]:

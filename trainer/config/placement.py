@@ -61,9 +61,9 @@ def engine_workers(config: TrainConfig, ranks: int) -> int:
 
 def leads_engine(config: TrainConfig, number: int, ranks: int) -> bool:
     """Return True if rank `number` of the run's `ranks` is the first rank of an engine."""
-    place = placement(config)
-    generating = number - training_ranks(config, ranks) if place.remote else number
-    return generating >= 0 and generating % place.engine_ranks(config.engine) == 0
+    record = placement(config)
+    generating = number - training_ranks(config, ranks) if record.remote else number
+    return generating >= 0 and generating % record.engine_ranks(config.engine) == 0
 
 
 def check_placement(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
@@ -136,11 +136,11 @@ def _ray_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[
 def _remote_problems(config: TrainConfig) -> Iterator[str]:
     policy = config.policy
     rollout = config.rollout
-    place = f"engine.placement is {config.engine.placement}"
+    setting = f"engine.placement is {config.engine.placement}"
     if policy.offload != "none":
         yield (
-            f"{place}, but policy.offload is {policy.offload}, and no engine needs the memory: leave it "
-            "out"
+            f"{setting}, but policy.offload is {policy.offload}, and no engine needs the memory: leave "
+            "it out"
         )
     if rollout.lag and config.algorithm.tis_cap is None and config.algorithm.keep_band is None:
         yield (

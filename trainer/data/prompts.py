@@ -67,8 +67,8 @@ def take(items: Sequence[T], position: int, count: int, seed: int) -> list[T]:
     There is no state between calls, so a run that resumes needs only its position. A batch may span
     epochs.
     """
-    places = (divmod(place, len(items)) for place in range(position, position + count))
-    return [items[epoch_order(seed, epoch, len(items))[index]] for epoch, index in places]
+    indices = (divmod(number, len(items)) for number in range(position, position + count))
+    return [items[epoch_order(seed, epoch, len(items))[index]] for epoch, index in indices]
 
 
 @lru_cache(maxsize=4)

@@ -13,7 +13,7 @@ from generation.images import (
     StoredImage,
     base64_image,
     split_images,
-    with_places,
+    with_image_parts,
 )
 from trainer.config.schema import DataConfig, TrainConfig
 from trainer.errors import UserError, one_line
@@ -84,7 +84,7 @@ def messages_and_images(
 
     Raises ValueError as `split_images`.
     """
-    plain, sources = split_images(with_places(messages), row_images(row, config, path))
+    plain, sources = split_images(with_image_parts(messages), row_images(row, config, path))
     return plain, [_located(source, path) for source in sources]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from generation.images import ImageProcessor, Spans, StoredImage, split_images, with_places
+from generation.images import ImageProcessor, Spans, StoredImage, split_images, with_image_parts
 from generation.messages import (
     ChatForm,
     CleanMessage,
@@ -164,7 +164,9 @@ class RowReader:
         check_images_are_read(row, messages, self.config)
         if self.config.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.config.system_prompt})
-        return split_images(with_places(messages), [...] * images)[0] if images and plain else messages
+        return (
+            split_images(with_image_parts(messages), [...] * images)[0] if images and plain else messages
+        )
 
     def tools(self, row: Mapping[str, Any]) -> list[CleanMessage]:
         """Return the schemas of the tools that a row's prompt describes."""

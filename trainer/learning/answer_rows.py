@@ -159,15 +159,15 @@ class TokenFigures:
         self._noted: list[tuple[Watched, list[Tensor]]] = []
         if is_main() and count and minibatches:
             answers = [t for group in minibatches[0].groups for episode in group for t in episode]
-            share = sorted(minibatches[0].shares[0], key=lambda place: answers[place].sample_index)
-            self._wanted = {place: Watched(answers[place]) for place in share[:count]}
+            share = sorted(minibatches[0].shares[0], key=lambda number: answers[number].sample_index)
+            self._wanted = {number: Watched(answers[number]) for number in share[:count]}
 
     def note(self, batch: MicroBatch, outputs: Outputs) -> None:
         """Keep the figures of chosen trajectories in a micro-batch; tensors stay on the device
         until `take`.
         """
-        for row, place in enumerate(batch.rows):
-            if (watched := self._wanted.pop(place, None)) is not None:
+        for row, number in enumerate(batch.rows):
+            if (watched := self._wanted.pop(number, None)) is not None:
                 tensors = (
                     batch.input_ids[:, 1:],
                     batch.loss_mask,
@@ -186,7 +186,7 @@ class TokenFigures:
         """
         for watched, tensors in self._noted:
             ids, mask, engine, advantages, logprobs, entropy = (tensor.tolist() for tensor in tensors)
-            start = next((place for place, trained in enumerate(mask) if trained), len(mask))
+            start = next((index for index, trained in enumerate(mask) if trained), len(mask))
             part = slice(start, start + _LONGEST)
             gaps = [trainer - sampled for trainer, sampled in zip(logprobs, engine, strict=True)]
             watched.ids = ids[part]

@@ -139,8 +139,8 @@ def _row(trajectory: Trajectory) -> tuple[Any, ...]:
     if trajectory.abstained:
         flags += _ABSTAINED
     length = len(trajectory.prompt_ids) + len(mask)
-    place = trajectory.prompt_index, trajectory.sample_index
-    return *place, trajectory.reward, length, sum(mask), trajectory.turns, count_turns(mask), flags
+    indices = trajectory.prompt_index, trajectory.sample_index
+    return *indices, trajectory.reward, length, sum(mask), trajectory.turns, count_turns(mask), flags
 
 
 def _decoded(source: int, data: bytes, local: Sequence[Trajectory]) -> list[Answer]:
@@ -261,8 +261,8 @@ def _packed_images(pairs: list[tuple[Answer, Sample]]) -> bytes:
             for image in sample.images
             if image.digest not in stored
         }
-    places = [([image.digest for image in sample.images], sample.image_spans) for _, sample in pairs]
-    return msgspec.msgpack.encode((files, places))
+    contents = [([image.digest for image in sample.images], sample.image_spans) for _, sample in pairs]
+    return msgspec.msgpack.encode((files, contents))
 
 
 def _unpack_images(data: bytes, pairs: list[tuple[Answer, Sample]]) -> None:
@@ -275,9 +275,9 @@ def _unpack_images(data: bytes, pairs: list[tuple[Answer, Sample]]) -> None:
     if not data:
         return
     form = tuple[dict[str, tuple[bytes, tuple[int, int]]], list[tuple[list[str], Spans]]]
-    files, places = msgspec.msgpack.decode(data, type=form)
+    files, contents = msgspec.msgpack.decode(data, type=form)
     images = {digest: Image(file, digest, size) for digest, (file, size) in files.items()}
-    for (answer, sample), (digests, spans) in zip(pairs, places, strict=True):
+    for (answer, sample), (digests, spans) in zip(pairs, contents, strict=True):
         for stored in answer.stored_images:
             if stored.digest in digests and stored.digest not in images:
                 try:

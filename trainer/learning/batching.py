@@ -13,7 +13,7 @@ from torch import Tensor
 from sharding.ranks import all_reduce_max, rank, world_size
 from trainer.learning.prefixes import Prefixes, token_bytes
 from trainer.policy.packing import make_layout
-from trainer.types import ImagePlace, MicroBatch, Sample, Trie
+from trainer.types import ImageSpan, MicroBatch, Sample, Trie
 
 TABLE = 4
 """Most elements of a micro-batch's tables, as a multiple of the token budget. Tables are padded,
@@ -243,8 +243,8 @@ def _token_bytes(sample: Sample, images: bool) -> np.ndarray:
     inputs = [] if sample.routes is None else [np.sort(sample.routes.numpy(), axis=2)]
     if images:
         digests = np.zeros((len(sample.input_ids) - 1, 32), dtype="u1")
-        for place in _image_places(0, sample):
-            digests[place.start : place.start + place.length] = list(bytes.fromhex(place.image.digest))
+        for span in _image_spans(0, sample):
+            digests[span.start : span.start + span.length] = list(bytes.fromhex(span.image.digest))
         inputs.append(digests)
     return token_bytes(sample.input_ids, *inputs)
 
@@ -342,19 +342,17 @@ def _pad(
         rows=rows,
         routes=joined,
         ages=ages,
-        images=[place for row, sample in enumerate(samples) for place in _image_places(row, sample)],
+        images=[span for row, sample in enumerate(samples) for span in _image_spans(row, sample)],
     )
 
 
-def _image_places(row: int, sample: Sample) -> list[ImagePlace]:
+def _image_spans(row: int, sample: Sample) -> list[ImageSpan]:
     """Return the places of the images that targets may depend on: those before the last token,
     which predicts nothing.
     """
     last = len(sample.input_ids) - 1
     pairs = zip(sample.images, sample.image_spans, strict=True)
-    return [
-        ImagePlace(image, row, start, size) for image, (start, size) in pairs if start + size <= last
-    ]
+    return [ImageSpan(image, row, start, size) for image, (start, size) in pairs if start + size <= last]
 
 
 def _stretched(routes: Tensor, size: int) -> Tensor:

@@ -125,7 +125,8 @@ class Learner:
         if self.critic is not None and minibatches:
             passes = self._passes(minibatches, step)
             updates = [
-                self.critic.update(m.batches, CriticLoss(algorithm, m), place) for m, place in passes
+                self.critic.update(m.batches, CriticLoss(algorithm, m), progress)
+                for m, progress in passes
             ]
             metrics |= critic_metrics(updates)
         metrics |= gap
@@ -203,14 +204,14 @@ class Learner:
         if routing is not None:
             routing.take_counts()  # drops the counts of passes before the first update
         figures = TokenFigures(self.config.tracking.tokens_per_step, minibatches)
-        for minibatch, place in self._passes(minibatches, step):
+        for minibatch, progress in self._passes(minibatches, step):
             loss = PolicyLoss(
                 algorithm, minibatch, longest, figures if minibatch is minibatches[0] else None
             )
             if algorithm.balance_coef and routing is not None:
                 loads = sum_counts(loads_of(minibatch.batches, routing.format))
                 routing.pull = balance(loads, routing.format, algorithm.balance_coef)
-            updates.append(self.policy.update(minibatch.batches, loss, temperature, place))
+            updates.append(self.policy.update(minibatch.batches, loss, temperature, progress))
             if len(updates) <= len(minibatches):
                 gaps += loss.gaps
                 old += loss.old

@@ -49,15 +49,15 @@ def over_ranks(values: Tensor) -> tuple[int, Callable[[int], float]]:
     bits = values.double().cpu().view(torch.int64)
     ordered = bits ^ ((bits >> 63) & _ALL_BUT_SIGN)  # integers in the order of the numbers
 
-    def nth_smallest(place: int) -> float:
+    def nth_smallest(index: int) -> float:
         left, prefix = ordered, 0
         for shift, width in _DIGITS:
             digits = (left >> shift) & ((1 << width) - 1)
             if shift == _DIGITS[0][0]:
                 digits ^= 1 << (width - 1)  # negative ones first
             upto = sum_counts(torch.bincount(digits, minlength=1 << width)).cumsum(0)
-            digit = int((upto <= place).sum())
-            place -= int(upto[digit - 1]) if digit else 0
+            digit = int((upto <= index).sum())
+            index -= int(upto[digit - 1]) if digit else 0
             left, prefix = left[digits == digit], prefix << width | digit
         key = prefix - (1 << 63)
         (number,) = struct.unpack("<d", struct.pack("<q", key ^ (key >> 63 & _ALL_BUT_SIGN)))

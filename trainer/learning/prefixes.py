@@ -33,8 +33,8 @@ class Prefixes:
     nothing.
     """
 
-    rank: list[int]  # for each sequence, its place in the order
-    # For each place, the number of tokens in common with the sequence at the place before; first 0
+    positions: list[int]  # of each sequence in the order
+    # For each position, the number of tokens in common with the sequence before; first 0
     common: list[int]
     lengths: list[int]  # for each sequence, the number of its tokens
     least: int  # the fewest tokens that are worth a node of their own (`batch.shared_tokens_min`)
@@ -43,11 +43,11 @@ class Prefixes:
     def of(cls, sequences: Sequence[np.ndarray], least: int) -> "Prefixes":
         """Return the order of sequences of tokens (`token_bytes`)."""
         order = sorted(range(len(sequences)), key=lambda row: sequences[row].tobytes())
-        rank, common = [0] * len(order), [0] * len(order)
-        for place, row in enumerate(order):
-            rank[row] = place
-            common[place] = _common(sequences[order[place - 1]], sequences[row]) if place else 0
-        return cls(rank, common, list(map(len, sequences)), least)
+        positions, common = [0] * len(order), [0] * len(order)
+        for position, row in enumerate(order):
+            positions[row] = position
+            common[position] = _common(sequences[order[position - 1]], sequences[row]) if position else 0
+        return cls(positions, common, list(map(len, sequences)), least)
 
     @classmethod
     def of_answers(cls, answers: Sequence[Answer], least: int) -> "Prefixes":
@@ -76,18 +76,18 @@ class Prefixes:
             [least * count for count in blocks.common],
             [answer.length - 1 for answer in answers],
         )
-        return cls(blocks.rank, common, lengths, least)
+        return cls(blocks.positions, common, lengths, least)
 
     def sorted(self, rows: Sequence[int]) -> list[int]:
         """Return sequences in order."""
-        return sorted(rows, key=self.rank.__getitem__)
+        return sorted(rows, key=self.positions.__getitem__)
 
     def shared(self, rows: Sequence[int]) -> list[int]:
         """Return the number of tokens that each of some sequences in order has in common with the
         one before.
         """
-        places = [self.rank[row] for row in rows]
-        return [0, *(min(self.common[place + 1 : after + 1]) for place, after in pairwise(places))][
+        positions = [self.positions[row] for row in rows]
+        return [0, *(min(self.common[before + 1 : after + 1]) for before, after in pairwise(positions))][
             : len(rows)
         ]
 
@@ -133,7 +133,7 @@ class Prefixes:
         rows = self.sorted(range(len(self.lengths)))
         apart = [
             0,
-            *(place for place in range(1, len(rows)) if self.common[place] < self.least),
+            *(position for position in range(1, len(rows)) if self.common[position] < self.least),
             len(rows),
         ]
         waiting = [rows[begin:end] for begin, end in reversed(list(pairwise(apart)))] if rows else []
@@ -151,8 +151,8 @@ class Prefixes:
         near the middle.
         """
         shared, middle = self.shared(rows), len(rows) / 2
-        place = min(range(1, len(rows)), key=lambda place: (shared[place], abs(place - middle)))
-        return rows[:place], rows[place:]
+        cut = min(range(1, len(rows)), key=lambda cut: (shared[cut], abs(cut - middle)))
+        return rows[:cut], rows[cut:]
 
 
 def token_bytes(ids: Sequence[int], *inputs: np.ndarray) -> np.ndarray:

@@ -161,8 +161,8 @@ def scored(policy: Policy, batches: list[MicroBatch], temperature: float) -> Ten
     for batch, output in zip(batches, outputs, strict=True):
         table = torch.stack([output.logprobs, output.entropy]).double().cpu()
         masks = batch.loss_mask.bool().cpu()
-        for place, row in enumerate(batch.rows):
-            columns[row] = table[:, place, masks[place]]
+        for index, row in enumerate(batch.rows):
+            columns[row] = table[:, index, masks[index]]
     ordered = [columns[row] for row in sorted(columns)]
     return torch.cat([torch.empty(2, 0, dtype=torch.float64), *ordered], dim=1)
 

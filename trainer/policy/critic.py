@@ -63,12 +63,12 @@ class Critic(ShardedModel):
         return self._without_gradients(batches, lambda batch: values(self.module, batch))
 
     def update(
-        self, batches: list[MicroBatch], loss_fn: ValueLoss, place: float | None = None
+        self, batches: list[MicroBatch], loss_fn: ValueLoss, progress: float | None = None
     ) -> UpdateStats:
         """Run one optimizer step on the sum of all losses, or skip it, as `Policy.update`.
         Collective.
         """
-        return self._update(batches, lambda batch: loss_fn(batch, values(self.module, batch)), place)
+        return self._update(batches, lambda batch: loss_fn(batch, values(self.module, batch)), progress)
 
 
 def make_critic(config: TrainConfig, device: torch.device, total_updates: int) -> Critic:

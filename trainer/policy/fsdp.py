@@ -274,7 +274,7 @@ class ShardedModel(Offloadable):
         self._reshard()
         return results
 
-    def _update(self, batches: list[MicroBatch], loss_of: LossOf, place: float | None) -> UpdateStats:
+    def _update(self, batches: list[MicroBatch], loss_of: LossOf, progress: float | None) -> UpdateStats:
         """Run one optimizer step on the sum of all losses over micro-batches and ranks, or skip it
         on all ranks.
 
@@ -298,7 +298,7 @@ class ShardedModel(Offloadable):
         # Every replica has the same gradients, so the sum counts each shard once per replica.
         squared_norm = torch.nn.utils.get_total_norm(gradients).double() ** 2 / self._replicas
         totals = figures.over_ranks(squared_norm=squared_norm)
-        rate = self.updates.learning_rate(place)
+        rate = self.updates.learning_rate(progress)
         return self._step(gradients, totals.pop("squared_norm") ** 0.5, rate, totals)
 
     def _step(

@@ -75,9 +75,9 @@ class InPlacePolicy(FsdpPolicy):
         for name, weight in parameter_names(self.model).items():
             if name not in memory:  # the engine keeps something else of it
                 continue
-            place = memory[name].view(weight.shape)
-            place.copy_(weight)
-            weight.data = place
+            view = memory[name].view(weight.shape)
+            view.copy_(weight)
+            weight.data = view
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy a state that `state_dict` returned, of this or of a sharded policy of the same

@@ -171,8 +171,8 @@ class _TargetLogprobs(torch.autograd.Function):
             for rows in _parts(len(targets), tokens):
                 logits = _logits(hidden[rows], *operands, wide, head)
                 logits = logits if temperature == 1.0 else logits.div_(temperature)
-                places, inside = _places(targets[rows], part)
-                chosen[rows].add_(logits.gather(1, places).squeeze(1).where(inside, 0.0))
+                local_ids, inside = _local_ids(targets[rows], part)
+                chosen[rows].add_(logits.gather(1, local_ids).squeeze(1).where(inside, 0.0))
                 largest = torch.maximum(maximum[rows], logits.amax(dim=1))
                 change = maximum[rows] - largest
                 exponentials = logits.sub_(largest.unsqueeze(1)).exp()
@@ -210,7 +210,7 @@ class _TargetLogprobs(torch.autograd.Function):
                 logits = logits if temperature == 1.0 else logits.div_(temperature)
                 grad = _grad_logits(
                     logits.sub_(normaliser[rows].unsqueeze(1)),
-                    *_places(targets[rows], part),
+                    *_local_ids(targets[rows], part),
                     entropy[rows],
                     None if grad_logprobs is None else grad_logprobs[rows],
                     None if grad_entropy is None else grad_entropy[rows],
@@ -231,13 +231,13 @@ class _TargetLogprobs(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None
 
 
-def _places(targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+def _local_ids(targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
     """Return the targets' columns within a part of the vocabulary, [R, 1], and which targets are in
     it, [R].
     """
-    places = targets - part.start
-    inside = (places >= 0) & (targets < part.stop)
-    return places.where(inside, 0).unsqueeze(1), inside
+    local_ids = targets - part.start
+    inside = (local_ids >= 0) & (targets < part.stop)
+    return local_ids.where(inside, 0).unsqueeze(1), inside
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -254,7 +254,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _grad_logits(
     log_p: Tensor,
-    places: Tensor,
+    local_ids: Tensor,
     inside: Tensor,
     entropy: Tensor,
     grad_logprobs: Tensor | None,
@@ -271,7 +271,7 @@ def _grad_logits(
     if grad_logprobs is not None:
         column = grad_logprobs.unsqueeze(1)
         grad = p.mul_(-column) if grad_entropy is None else grad.addcmul_(p, column, value=-1.0)
-        grad.scatter_add_(1, places, column.where(inside.unsqueeze(1), 0.0))
+        grad.scatter_add_(1, local_ids, column.where(inside.unsqueeze(1), 0.0))
     elif grad_entropy is None:
         grad.zero_()
     return grad

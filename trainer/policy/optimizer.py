@@ -21,7 +21,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def learning_rate_factor(
     applied: int,
-    place: float,
+    progress: float,
     warmup: int,
     total: int,
     schedule: Literal["constant", "linear", "cosine"] = "constant",
@@ -35,17 +35,15 @@ def learning_rate_factor(
     There is no scheduler state: a resumed run needs only the numbers of its step and of its applied
     updates.
 
-    `applied` is the number of updates so far, without skipped ones. `place` is the run's progress:
+    `applied` is the number of updates so far, without skipped ones. `progress` is that of the run:
     the number of updates so far if every step had as many as asked for (within a step of n updates
-    instead of N, they are N / n apart). `total` is `place` at the end of the run.
+    instead of N, they are N / n apart). `total` is `progress` at the end of the run.
     """
     rise = min(1.0, (applied + 1) / (warmup + 1))
     if schedule == "constant":
         return rise
-    progress = min(1.0, max(0.0, place - warmup) / max(1, total - warmup))
-    return min(
-        rise, 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    )
+    share = min(1.0, max(0.0, progress - warmup) / max(1, total - warmup))
+    return min(rise, 1.0 - share if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * share)))
 
 
 def make_adamw(parameters: list[nn.Parameter], settings: PolicyConfig) -> torch.optim.AdamW:
@@ -127,13 +125,13 @@ class Updates:
         # Number of latest updates skipped, since their loss or gradient was not finite
         self.skipped_in_a_row = 0
 
-    def learning_rate(self, place: float | None) -> float:
-        """Return the learning rate of the next update (`learning_rate_factor`); with `place` None,
-        it is `applied`.
+    def learning_rate(self, progress: float | None) -> float:
+        """Return the learning rate of the next update (`learning_rate_factor`); with `progress`
+        None, it is `applied`.
         """
-        settings, place = self._settings, self.applied if place is None else place
+        settings, progress = self._settings, self.applied if progress is None else progress
         factor = learning_rate_factor(
-            self.applied, place, settings.warmup_steps, self._total, settings.schedule
+            self.applied, progress, settings.warmup_steps, self._total, settings.schedule
         )
         return settings.lr * factor
 

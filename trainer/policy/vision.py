@@ -82,33 +82,33 @@ class Vision:
         pack, width = batch.layout.pack, batch.input_ids.shape[1] - 1
         sizes = pack.lengths if pack else [width] * len(batch.lengths)
         starts = torch.tensor([0, *sizes]).cumsum(0)
-        places, indices = batch.images, starts[: len(batch.lengths), None] + torch.arange(width)
-        encoded = [place.image for place in places]
+        spans, indices = batch.images, starts[: len(batch.lengths), None] + torch.arange(width)
+        encoded = [span.image for span in spans]
         if pack and pack.tree:
             # an image of a common beginning is there once, and equal ones are encoded once
             indices = pack_indices(pack.tree.trie, starts, width)
-            first = {int(indices[place.row, place.start]): place for place in reversed(places)}
-            places = [first[index] for index in sorted(first)]
-            encoded = list({place.image.digest: place.image for place in places}.values())
-        images = self._processor.features(encoded) if places else self._blank
+            first = {int(indices[span.row, span.start]): span for span in reversed(spans)}
+            spans = [first[index] for index in sorted(first)]
+            encoded = list({span.image.digest: span.image for span in spans}.values())
+        images = self._processor.features(encoded) if spans else self._blank
         inputs: dict[str, Any] = {
             "features": {n: images[n].to(device) for n in self._asked if n in images}
         }
         inputs["patches"] = images["pixel_values"].numel() // self._patch
-        if places:
+        if spans:
             if pack:
                 require_packing(self._trunk, images=True)
             inputs["named"] = {}
             numbers = {image.digest: number for number, image in enumerate(encoded)}
-            if len(encoded) < len(places):
-                inputs["numbers"] = [numbers[place.image.digest] for place in places]
+            if len(encoded) < len(spans):
+                inputs["numbers"] = [numbers[span.image.digest] for span in spans]
             tokens = []
-            for place in places:
-                marks = self._processor.marked(place.image.size)
-                span = indices[place.row, place.start : place.start + place.length].tolist()
-                tokens.append([index for n, index in enumerate(span) if n not in marks])
+            for span in spans:
+                marks = self._processor.marked(span.image.size)
+                run = indices[span.row, span.start : span.start + span.length].tolist()
+                tokens.append([index for n, index in enumerate(run) if n not in marks])
             inputs["lengths"] = [len(some) for some in tokens]
-            inputs["names"] = [place.image.name for place in places]
+            inputs["names"] = [span.image.name for span in spans]
             image_tokens = torch.tensor([*chain.from_iterable(tokens)])
             # On this rank
             begin, end = (pack.begin, pack.begin + len(pack.tokens)) if pack else (0, sum(sizes))
@@ -142,11 +142,11 @@ class Vision:
             # no run begins or ends within an image, since its tokens are equal or different as one
             runs = [(node.row, node.begin, node.end) for node in pack.tree.trie[0]]
         for row, begin, end in runs:
-            inside = [place for place in batch.images if place.row == row and place.start < end]
+            inside = [span for span in batch.images if span.row == row and span.start < end]
             kinds = torch.zeros(1, end, dtype=torch.int64)
-            for place in inside:
-                kinds[0, place.start : place.start + place.length] = 1
-            chosen = [numbers[place.image.digest] for place in inside]
+            for span in inside:
+                kinds[0, span.start : span.start + span.length] = 1
+            chosen = [numbers[span.image.digest] for span in inside]
             grids = {n: images[n][chosen] for n in wanted if n in images}
             if inside:
                 ids = torch.zeros_like(kinds)  # only their number is read
@@ -188,13 +188,13 @@ class Vision:
 
 
 @contextmanager
-def _placeholders(trunk: Any, inputs: Tensor, places: Tensor | None = None) -> Iterator[None]:
+def _placeholders(trunk: Any, inputs: Tensor, indices: Tensor | None = None) -> Iterator[None]:
     """Return a context in which the trunk finds images only at these places of its flattened input,
     or nowhere.
     """
     marked = torch.full_like(inputs, -1).view(-1)
-    if places is not None:
-        marked[places] = trunk.config.image_token_id
+    if indices is not None:
+        marked[indices] = trunk.config.image_token_id
     by_id = trunk.get_placeholder_mask
     trunk.get_placeholder_mask = lambda ids, *rest, **named: by_id(
         marked.view_as(inputs), *rest, **named

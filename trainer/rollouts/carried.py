@@ -54,8 +54,7 @@ class CarriedPool:
         self._config = config
         self._engines = pool
         self._prompts = pool.prompts
-        # By the prompt's place in the sequence that training sees
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, _Flight] = {}  # by the prompt's position in training's sequence
         self._episodes: CarriedEpisodes | None = None
         self._step = 0
         self.version = 0
@@ -101,8 +100,8 @@ class CarriedPool:
         oldest of these.
 
         Collective; raises as `Pool.run`. The next prompt to begin is at `position`. Seeds do not
-        depend on the step in which a prompt begins: the prompt at place n, from 0, has the seed of
-        step n // batch.prompts_per_step + 1, to which it would belong without slices.
+        depend on the step in which a prompt begins: the prompt at position n, from 0, has the seed
+        of step n // batch.prompts_per_step + 1, to which it would belong without slices.
         """
         self._engines.begin_round()
         if settings.step != self._step:
@@ -125,15 +124,17 @@ class CarriedPool:
         counts = self._grow(
             [self._beginning(group, settings) for group in groups], count, settings, terms
         )
-        places = sorted(place for place, flight in self._flights.items() if flight.complete)[:count]
-        flights = [self._flights.pop(place) for place in places]
+        positions = sorted(position for position, flight in self._flights.items() if flight.complete)[
+            :count
+        ]
+        flights = [self._flights.pop(position) for position in positions]
         self.version = settings.policy_version
-        answers = gather_answers(self._trajectories(places), terms.details, self.version)
+        answers = gather_answers(self._trajectories(positions), terms.details, self.version)
         self._steps_old += [settings.step - flight.born for flight in flights]
         self._tokens += [(answer.old, answer.sampled) for answer in answers]
         self._count(*counts)
         self._engines.check(answers)
-        taken = sampled_round(answers, settings.step, self.version, places, position + fresh)
+        taken = sampled_round(answers, settings.step, self.version, positions, position + fresh)
         taken.figures = dict(self._figures)
         return taken
 
@@ -160,8 +161,8 @@ class CarriedPool:
             complete = self._engines.on_leaders(slice, terms, settings.step)
             under_way = 0 if self._episodes is None else self._episodes.unfinished
             engines = exchange([complete or [], under_way, self._preempted()])
-            for place in (place for places, _, _ in engines for place in places):
-                self._flights[place].complete = True
+            for position in (position for positions, _, _ in engines for position in positions):
+                self._flights[position].complete = True
             beginnings, slices = [], slices + 1
             unfinished, preemptions = (
                 sum(count for _, count, _ in engines),
@@ -219,13 +220,17 @@ class CarriedPool:
         level = self._engines.level
         readable = level.image_rules is None or level.function is one_shot
         readable &= self._config.model.routes != "engine"
-        for place, sample, so_far in (
+        for position, sample, so_far in (
             self._episodes.parked() if self._episodes is not None and readable else ()
         ):
-            prompt, token_ids, versions = self._flights[place].prompt, so_far.token_ids, so_far.versions
+            prompt, token_ids, versions = (
+                self._flights[position].prompt,
+                so_far.token_ids,
+                so_far.versions,
+            )
             mask = [1] * len(token_ids)
             parked = Trajectory(
-                place, sample, so_far.prompt_ids, token_ids, mask, so_far.logprobs, versions=versions
+                position, sample, so_far.prompt_ids, token_ids, mask, so_far.logprobs, versions=versions
             )
             parked.images, parked.image_spans = (
                 tuple(image.read() for image in prompt.images),
@@ -266,14 +271,14 @@ class CarriedPool:
             }
         restarted = sum(size - len(group.done) - len(group.unfinished) for group in groups)
         engines = exchange([self._number, restarted, [[group.place, group.born] for group in groups]])
-        for engine, _, places in engines:
-            for place, born in places:
-                self._flights[place] = _Flight(self._prompts(place, 1)[0], engine, born)
+        for engine, _, positions in engines:
+            for position, born in positions:
+                self._flights[position] = _Flight(self._prompts(position, 1)[0], engine, born)
         if restarted := sum(count for _, count, _ in engines):
             say(f"{restarted} unfinished episodes start again from their prompts")
         return groups
 
-    def _deal(self, prompts: list[Prompt], position: int) -> list[CarriedGroup]:
+    def _deal(self, prompts: list[Prompt], first: int) -> list[CarriedGroup]:
         """Assign each new prompt to the engine with the fewest unfinished groups; return this
         engine's new groups.
         """
@@ -281,12 +286,12 @@ class CarriedPool:
         for flight in self._flights.values():
             loads[flight.engine] += not flight.complete
         groups = []
-        for place, prompt in enumerate(prompts, position):
+        for position, prompt in enumerate(prompts, first):
             engine = loads.index(min(loads))
             loads[engine] += 1
-            self._flights[place] = _Flight(prompt, engine, self._step)
+            self._flights[position] = _Flight(prompt, engine, self._step)
             if self._episodes is not None and engine == self._number:
-                groups.append(CarriedGroup(place, self._step))
+                groups.append(CarriedGroup(position, self._step))
         return groups
 
     def _beginning(self, group: CarriedGroup, settings: RolloutSettings) -> Beginning:
@@ -305,14 +310,14 @@ class CarriedPool:
             group, group_settings, index, prompt.token_ids, prompt.row, conversation, score, images
         )
 
-    def _trajectories(self, places: list[int]) -> list[Trajectory]:
-        """Remove the groups at these places from this engine, and return their trajectories.
+    def _trajectories(self, positions: list[int]) -> list[Trajectory]:
+        """Remove the groups at these positions from this engine, and return their trajectories.
 
-        A trajectory's prompt index is the index of its place in `places`.
+        A trajectory's prompt index is the index of its position in `positions`.
         """
         trajectories: list[Trajectory] = []
-        for index, place in enumerate(places):
-            group = None if self._episodes is None else self._episodes.groups.pop(place, None)
+        for index, position in enumerate(positions):
+            group = None if self._episodes is None else self._episodes.groups.pop(position, None)
             for trajectory in (
                 (t for done in group.done.values() for t in done) if group is not None else ()
             ):

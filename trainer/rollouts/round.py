@@ -88,11 +88,11 @@ class Round:
 
 
 def sampled_round(
-    answers: list[Answer], step: int, version: int, places: Sequence[int], position: int
+    answers: list[Answer], step: int, version: int, positions: Sequence[int], position: int
 ) -> Round:
     """Build a round from the answers of all ranks; it stores this rank's trajectories."""
     trajectories = [answer.trajectory for answer in answers if answer.trajectory is not None]
-    sampled = Round(step, version, trajectories=trajectories, places=list(places), position=position)
+    sampled = Round(step, version, trajectories=trajectories, places=list(positions), position=position)
     sampled._answers = answers
     return sampled
 

@@ -45,11 +45,11 @@ def read_metadata(folder: Path) -> Metadata:
         tensors = {
             str(name): _tensor(name, entry) for name, entry in table["state_dict_metadata"].items()
         }
-        places = dict(_place(index, place) for index, place in table["storage_data"].items())
+        pieces = dict(_piece(index, piece) for index, piece in table["storage_data"].items())
         for name, tensor in tensors.items():
             for chunk in tensor.chunks:
-                _require(MetadataIndex(name, chunk.offsets) in places, f"does not say where {name} lies")
-        return Metadata({**tensors}, storage_data=places)
+                _require(MetadataIndex(name, chunk.offsets) in pieces, f"does not say where {name} lies")
+        return Metadata({**tensors}, storage_data=pieces)
     except OSError:
         raise
     except _Refused as refused:
@@ -161,15 +161,15 @@ def _rows_are_whole(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> boo
     return end == size[0] and all(chunk.sizes[0] >= 0 for chunk in chunks)
 
 
-def _place(index: Any, place: Any) -> tuple[MetadataIndex, _StorageInfo]:
+def _piece(index: Any, piece: Any) -> tuple[MetadataIndex, _StorageInfo]:
     name, offsets = index.state["fqn"], index.state["offset"]
-    file, start, length = (place.state[key] for key in ("relative_path", "offset", "length"))
+    file, start, length = (piece.state[key] for key in ("relative_path", "offset", "length"))
     plain = (
         type(name) is str and type(offsets) is torch.Size and type(start) is int and type(length) is int
     )
     _require(plain and start >= 0 and length >= 0, f"does not say where {name} lies")
     _require(type(file) is str and re.fullmatch(SHARDS, file), f"looks for {name} in another file")
-    _require(not place.state.get("transform_descriptors"), f"has {name} transformed")
+    _require(not piece.state.get("transform_descriptors"), f"has {name} transformed")
     return MetadataIndex(name, offsets), _StorageInfo(file, start, length)
 
 

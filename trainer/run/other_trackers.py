@@ -59,10 +59,10 @@ class TensorBoard(OtherTracker):
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        place = folder / "tensorboard"
-        if earlier and any(place.glob("events.*")):
+        log_folder = folder / "tensorboard"
+        if earlier and any(log_folder.glob("events.*")):
             self.last = earlier[-1]["train/step"]
-        self._writer: Any = SummaryWriter(str(place), purge_step=self.last + 1)
+        self._writer: Any = SummaryWriter(str(log_folder), purge_step=self.last + 1)
 
     def send(self, step: int, figures: dict[str, float]) -> None:
         """Write a step's metrics as scalars."""

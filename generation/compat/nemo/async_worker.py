@@ -116,8 +116,8 @@ class VllmAsyncGenerationWorker(Engine):
         rows, call = batch.rows_of(data, self.pad_token_id), next(self._calls)
         self.state.usable_version()
         async with aclosing(as_ready(self.answer(row, greedy, call) for row in rows)) as answers:
-            async for place, completion in answers:
-                yield place, batch.sequence_output(data, rows[place], completion, self.pad_token_id)
+            async for index, completion in answers:
+                yield index, batch.sequence_output(data, rows[index], completion, self.pad_token_id)
 
     async def generate_text_async(
         self, data: Texts, greedy: bool = False
@@ -134,8 +134,8 @@ class VllmAsyncGenerationWorker(Engine):
         )
         self.state.usable_version()
         async with aclosing(as_ready(self.answer_text(row, greedy, call) for row in rows)) as answers:
-            async for place, answer in answers:
-                yield place, batch.text_output([answer])
+            async for index, answer in answers:
+                yield index, batch.text_output([answer])
 
     async def report_device_id_async(self) -> list[str]:
         """Return the device of each worker, in worker order: a UUID on CUDA, `cpu:<rank>` on CPU.

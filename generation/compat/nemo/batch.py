@@ -119,13 +119,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
         """Return the samples at `indices`, in that order."""
-        places = torch.as_tensor(indices, dtype=torch.long).tolist()
-        if outside := [i for i in places if not 0 <= i < self.size]:
+        rows = torch.as_tensor(indices, dtype=torch.long).tolist()
+        if outside := [i for i in rows if not 0 <= i < self.size]:
             raise IndexError(f"a batch of {self.size} samples has none at {outside}")
         return self._of(
-            lambda value: (
-                value[places] if isinstance(value, torch.Tensor) else [value[i] for i in places]
-            )
+            lambda value: value[rows] if isinstance(value, torch.Tensor) else [value[i] for i in rows]
         )
 
     def slice(self, start: int, end: int) -> Self:

@@ -13,7 +13,7 @@ import psutil
 from generation.compat.nemo.batch import ColocatedConfig, GenerationConfig
 from generation.engine.devices import device_count
 from generation.engine.sampling import SamplingSettings
-from generation.engine.settings import EngineSettings, cpu_places, kv_elements
+from generation.engine.settings import EngineSettings, cpu_binding, kv_elements
 
 MAX_NUM_SEQS = 64
 """The default of `max_num_seqs`, the number of sequences that an engine works on at once."""
@@ -216,7 +216,7 @@ def engine_settings(
     settings = EngineSettings.from_vllm(
         arguments, sleep=colocated(config), device_indices=() if on_cpu else bundle
     )
-    return replace(settings, **cpu_places(bundle, size * replicas(config))) if on_cpu else settings
+    return replace(settings, **cpu_binding(bundle, size * replicas(config))) if on_cpu else settings
 
 
 def _cpu_kv_cache_bytes(config: Mapping[str, Any]) -> int:

@@ -61,11 +61,11 @@ class _Batches:
         """
         for worker in self.workers:
             worker.check_usable()
-        places, futures, call = list[int](), list[Future[Any]](), next(self._calls)
+        engines, futures, call = list[int](), list[Future[Any]](), next(self._calls)
         for row in rows:
-            places.append(self._choose(row.text or row.token_ids))
-            futures.append(self.workers[places[-1]].begin(method, row, greedy, call))
-        return places, futures
+            engines.append(self._choose(row.text or row.token_ids))
+            futures.append(self.workers[engines[-1]].begin(method, row, greedy, call))
+        return engines, futures
 
     def generate(self, data: Prompts, greedy: bool = False) -> Responses:
         """Return one response to every prompt, in the order of the prompts; for an empty batch, an
@@ -279,10 +279,10 @@ class VllmGeneration(_Batches, GenerationInterface):
         rows = batch.rows_of(data, self._pad)
         engines, futures = self._begin("answer", rows, greedy)
         async with aclosing(as_ready(map(asyncio.wrap_future, futures), self.timeout)) as answers:
-            async for place, completion in answers:
-                output = batch.sequence_output(data, rows[place], completion, self._pad)
-                output["gen_leader_worker_idx"] = [engines[place]]
-                yield place, output
+            async for index, completion in answers:
+                output = batch.sequence_output(data, rows[index], completion, self._pad)
+                output["gen_leader_worker_idx"] = [engines[index]]
+                yield index, output
 
     async def generate_text_async(
         self, data: Texts, greedy: bool = False
@@ -294,8 +294,8 @@ class VllmGeneration(_Batches, GenerationInterface):
             "answer_text", batch.text_rows(data, has_tokenizer(self.config)), greedy
         )
         async with aclosing(as_ready(map(asyncio.wrap_future, futures), self.timeout)) as answers:
-            async for place, answer in answers:
-                yield place, batch.text_output([answer])
+            async for index, answer in answers:
+                yield index, batch.text_output([answer])
 
     def prepare_for_generation(self, tags: Sequence[str] | None = None) -> bool:
         """Wake colocated engines with all memory, or with `["weights"]` before and `["kv_cache"]`

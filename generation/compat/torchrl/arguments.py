@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 
-from generation.engine.settings import EngineSettings, cpu_places
+from generation.engine.settings import EngineSettings, cpu_binding
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -148,7 +148,7 @@ def of_replicas(
     needed = num_replicas * size
     devices = settings.device_indices or tuple(range(max(0, gpus - needed), gpus))
     if not devices:
-        bound = settings.cpu_cores or cpu_places(range(size), size)["cpu_cores"]
+        bound = settings.cpu_cores or cpu_binding(range(size), size)["cpu_cores"]
         if settings.kv_cache_bytes is None and settings.gpu_memory_utilization == DEFAULT_SHARE:
             free = psutil.virtual_memory().available  # shared by all replicas and other processes
             settings = dataclasses.replace(
@@ -199,7 +199,7 @@ class PromptTimeouts(TimeoutError):
         self.exceptions, self.outputs = errors.exceptions, errors.outputs
 
 
-def answer_or_error(future: Future[Any], place: int) -> Any:
+def answer_or_error(future: Future[Any], index: int) -> Any:
     """Return the result of a future that has ended, or its error with a note that names the
     prompt.
     """
@@ -209,7 +209,7 @@ def answer_or_error(future: Future[Any], place: int) -> Any:
         error: Exception = RuntimeError("the service was shut down before this prompt was answered")
     except Exception as raised:
         error = raised
-    error.add_note(f"prompt {place}")
+    error.add_note(f"prompt {index}")
     return error
 
 
@@ -285,24 +285,24 @@ def prompt_dictionaries(
         raise ValueError("Must specify either prompts or prompt_token_ids")
     if not isinstance(prompts, (list, tuple)) or any(isinstance(item, int) for item in prompts):
         return [_prompt_dictionary(prompts, 0)], True
-    return [_prompt_dictionary(prompt, place) for place, prompt in enumerate(prompts)], False
+    return [_prompt_dictionary(prompt, index) for index, prompt in enumerate(prompts)], False
 
 
-def _prompt_dictionary(prompt: Any, place: int) -> dict[str, Any]:
+def _prompt_dictionary(prompt: Any, index: int) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if isinstance(prompt, Mapping):
         if any(prompt.get(key) is not None for key in PROMPT_KEYS):
             return dict(prompt)
-        raise ValueError(f"prompt {place} is a dictionary without any of {', '.join(PROMPT_KEYS)}")
+        raise ValueError(f"prompt {index} is a dictionary without any of {', '.join(PROMPT_KEYS)}")
     if not isinstance(prompt, (list, tuple)):
         raise ValueError(
-            f"prompt {place} is a {type(prompt).__name__}: give a text, token ids or a prompt dictionary"
+            f"prompt {index} is a {type(prompt).__name__}: give a text, token ids or a prompt dictionary"
         )
     if not prompt:
-        raise ValueError(f"prompt {place} has no token ids")
+        raise ValueError(f"prompt {index} has no token ids")
     if not all(isinstance(token, int) for token in prompt):
-        raise ValueError(f"prompt {place} mixes token ids with something else")
+        raise ValueError(f"prompt {index} mixes token ids with something else")
     return {"prompt_token_ids": list(prompt)}
 
 

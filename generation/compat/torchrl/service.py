@@ -310,7 +310,7 @@ class AsyncVLLM(WeightUpdates):
                 as_completed(futures), total=len(futures), desc="Processed prompts", disable=not use_tqdm
             ):
                 pass  # each future ends by its deadline
-        results = [arguments.answer_or_error(future, place) for place, future in enumerate(futures)]
+        results = [arguments.answer_or_error(future, index) for index, future in enumerate(futures)]
         return arguments.answers(results, single, return_exceptions)
 
     def submit(

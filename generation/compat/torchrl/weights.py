@@ -122,9 +122,9 @@ class WeightUpdates:
 
     def _join(self, way: str, *address: Any) -> list[Any]:
         size = gpus_per_replica(self.settings)
-        place = *address, 1 + size * len(self.actors), 1, UPDATE_SECONDS
+        group = *address, 1 + size * len(self.actors), 1, UPDATE_SECONDS
         return [
-            getattr(replica, way)("ask_workers", "init_collective", number * size, *place)
+            getattr(replica, way)("ask_workers", "init_collective", number * size, *group)
             for number, replica in enumerate(self.actors)
         ]
 

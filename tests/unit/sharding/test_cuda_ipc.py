@@ -194,7 +194,7 @@ def test_shards_are_opened_once_by_each_worker_and_freed_when_all_have_let_go(
     both, alone = ipc.empty(NBYTES).view(torch.float32), ipc.empty(NBYTES).view(torch.float32)
     shards = {"a": both[:4], "b": both[4:], "c": alone}
     export = pull.Export(lambda: shards, [both, alone], device)
-    assert export.places == {"a": [0, 0, 4], "b": [0, 16, 12], "c": [1, 0, 16]}
+    assert export.ranges == {"a": [0, 0, 4], "b": [0, 16, 12], "c": [1, 0, 16]}
     workers, handles = [MappedShards(device), MappedShards(device)], [export.handle(), export.handle()]
     for number in range(1, 11):
         both.fill_(number)
@@ -202,7 +202,8 @@ def test_shards_are_opened_once_by_each_worker_and_freed_when_all_have_let_go(
         export.stamp(number)
         for worker, handle in zip(workers, handles, strict=True):
             parts = [
-                [name, "float32", 0, place[2], 0, *place[:2]] for name, place in export.places.items()
+                [name, "float32", 0, stretch[2], 0, *stretch[:2]]
+                for name, stretch in export.ranges.items()
             ]
             message = {"sources": [{"rank": 3, "handle": handle, "stamp": number}], "parts": parts}
             for name, _, values in worker.parts(message):

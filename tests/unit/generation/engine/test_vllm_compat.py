@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from generation.engine.settings import EngineSettings, cpu_places
+from generation.engine.settings import EngineSettings, cpu_binding
 from generation.engine.vllm_compat import (
     check_build,
     check_keyed_noise,
@@ -128,7 +128,7 @@ def test_an_engine_on_cpu_has_its_share_of_the_cores_or_the_threads_it_is_told_t
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     monkeypatch.setenv("OMP_NUM_THREADS", omp_threads)
-    assert cpu_places([0], processes)["cpu_threads"] == threads
+    assert cpu_binding([0], processes)["cpu_threads"] == threads
 
 
 def test_engines_do_not_warn_that_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -302,7 +302,7 @@ def test_rank_0_learns_of_errors_on_an_engines_rank_with_its_number() -> None:
     line = _line(store, 3, outwards=True)
     line.send("sample", version=7, step=1)
     assert there.hear()["step"] == 1
-    line.send("group", place=["here", 9, 2])
+    line.send("group", address=["here", 9, 2])
     line.send("probe", probe=None)
     there.receive(7)
     assert line.receive(5, "members")["joined"]
