@@ -88,18 +88,18 @@ def evaluation_metrics(
 
     Args:
         answers: the answers to each dataset, by its name.
-        labels: the labels of the recipe's reward functions, as in `dataset_figures`.
+        labels: the labels of the recipe's reward functions, as in `dataset_metrics`.
     """
-    figures = {name: dataset_figures(part, labels, config, name=name) for name, part in answers.items()}
-    several = figures.items() if len(figures) > 1 else ()
+    datasets = {name: dataset_metrics(part, labels, config, name=name) for name, part in answers.items()}
+    several = datasets.items() if len(datasets) > 1 else ()
     metrics = {f"eval/{name}/{key}": value for name, part in several for key, value in part.items()}
-    keys = dict.fromkeys(key for part in figures.values() for key in part)
+    keys = dict.fromkeys(key for part in datasets.values() for key in part)
     return metrics | {
-        f"eval/{key}": _mean([part.get(key, 0.0) for part in figures.values()]) for key in keys
+        f"eval/{key}": _mean([part.get(key, 0.0) for part in datasets.values()]) for key in keys
     }
 
 
-def dataset_figures(
+def dataset_metrics(
     trajectories: Sequence[Answer], labels: Sequence[str], config: EvalConfig, name: str = "data"
 ) -> Metrics:
     """Return the metrics of one dataset: means over the answers to a prompt, and then over prompts.
@@ -118,7 +118,7 @@ def dataset_figures(
     prompts = _by_prompt(trajectories)
     episodes = [episode for answers in prompts for episode in answers]
     judged = _judged(prompts, name)
-    figures = {
+    metrics = {
         "accuracy": _mean(accuracies(trajectories, labels)),
         "reward": _mean(
             [_mean([0.0 if _failed(e) else e[-1].reward for e in answers]) for answers in judged]
@@ -127,9 +127,9 @@ def dataset_figures(
         "truncated": _mean([float(episode[-1].cut) for episode in episodes]),
     }
     if any(t.misjudged for t in trajectories):
-        figures["misjudged"] = _mean([float(any(t.misjudged for t in episode)) for episode in episodes])
+        metrics["misjudged"] = _mean([float(any(t.misjudged for t in episode)) for episode in episodes])
     if any(_unjudged(episode) for episode in episodes):
-        figures["abstained"] = _mean([float(_unjudged(episode)) for episode in episodes])
+        metrics["abstained"] = _mean([float(_unjudged(episode)) for episode in episodes])
     for k in config.k:
         judged = _judged(prompts, name, least=k)
         verdicts = [
@@ -137,11 +137,11 @@ def dataset_figures(
             for answers in judged
         ]
         votes = [[None if _failed(e) else e[-1].vote for e in answers] for answers in judged]
-        figures[f"pass@{k}"] = _mean([pass_at_k(len(right), sum(right), k) for right in verdicts])
-        figures[f"majority@{k}"] = _mean(
+        metrics[f"pass@{k}"] = _mean([pass_at_k(len(right), sum(right), k) for right in verdicts])
+        metrics[f"majority@{k}"] = _mean(
             [majority_at_k(v, right, k) for v, right in zip(votes, verdicts, strict=True)]
         )
-    return figures
+    return metrics
 
 
 def accuracies(trajectories: Sequence[Answer], labels: Sequence[str]) -> list[float]:

@@ -25,7 +25,7 @@ class PromptText(str):
     Attributes: token_ids: the prompt's ids, with the chat template applied. prompt_index,
         sample_index: the trajectory that begins with this prompt; each prompt occurs for every
         sample. messages: the messages that the prompt was rendered from, or None. row: the
-        dataset's row. metrics: figures of the trajectory by name, which the sampler may fill in.
+        dataset's row. metrics: numbers about the trajectory by name, which the sampler may fill in.
         decoded: the answer's text for reports and rewards, which the sampler may set; None: the
         decoded ids. images, image_spans: as in `Trajectory`; the messages contain the images, too.
     """

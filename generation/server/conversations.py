@@ -70,7 +70,7 @@ VLLM_ERRORS = (
 """The errors that vLLM raises for malformed requests that pass its own checks."""
 
 
-FIGURES = {
+COUNTERS = {
     "retemplated": "prompts that were rendered again because exact ids could not be kept",
     "strict_ignored": (
         "requests in training whose strict tools, or calls one at a time, were not enforced"
@@ -152,7 +152,7 @@ class ServedConversation:
         requests' seeds derive; None leaves them to the client. policy_version: the only version of
         the weights that may answer; None allows any. turnstile: makes answers grow slice by slice,
         each slice by the current version; None: answers are not cut. requests: the number of
-        requests so far. counts: the conversation's counters, by the names of `FIGURES`. responses:
+        requests so far. counts: the conversation's counters, by the names of `COUNTERS`. responses:
         the responses that later requests may continue. answered_empty: the turns, as JSON, whose
         answer had neither text nor calls. row_images: the images that the client was given with its
         row. fatal: the error of a request that every other request would meet, too.
@@ -208,7 +208,7 @@ class Conversations(dict[str, ServedConversation]):
 
     Attributes:
         places: the open conversations by the name that they have in addresses.
-        counts: the counters of all requests, by the names of `FIGURES`.
+        counts: the counters of all requests, by the names of `COUNTERS`.
         responses: the stored responses to requests without a conversation.
     """
 
@@ -253,7 +253,7 @@ class Conversations(dict[str, ServedConversation]):
         self.counts["retemplated"] += taken.history.retemplated
         trajectories = taken.history.trajectories()
         for trajectory in trajectories[:1]:
-            trajectory.metrics |= {f"server/{name}": float(taken.counts[name]) for name in FIGURES}
+            trajectory.metrics |= {f"server/{name}": float(taken.counts[name]) for name in COUNTERS}
         return trajectories
 
 
@@ -269,7 +269,7 @@ class ServedCall:
         context. taken: True once the engine has begun to answer, so that vLLM has found nothing
         wrong with the request. refused: why the request cannot be answered, if that was found out
         behind vLLM's handlers. choices: the number of choices that the engine was asked for so far.
-        totals: the server's counters over all requests, by the names of `FIGURES`. messages: the
+        totals: the server's counters over all requests, by the names of `COUNTERS`. messages: the
         chat's messages, whichever dialect the request came in. items: the items of a Responses
         request; None where the response is not to be stored. processors: the names of the engine's
         logits processors to apply; None where the request names none. turns: the messages or items
@@ -323,7 +323,7 @@ class ServedCall:
         return tuple(earlier.get(image.digest, image) for image in images)
 
     def count(self, name: str) -> bool:
-        """Count one of `FIGURES`, for the server and the conversation. Return True where it is the
+        """Count one of `COUNTERS`, for the server and the conversation. Return True where it is the
         server's first.
         """
         self.totals[name] += 1

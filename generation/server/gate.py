@@ -1,5 +1,5 @@
 """The gate in front of vLLM's application: authenticates, checks and completes requests, and
-reports figures.
+reports metrics.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from generation.loopback import foreign_host
 from generation.server import bodies
 from generation.server.bodies import AnswerSender, Body, Limits
 from generation.server.conversations import (
+    COUNTERS,
     CURRENT,
-    FIGURES,
     VLLM_ERRORS,
     Conversations,
     Refused,
@@ -120,7 +120,7 @@ class Gate:
                 401, "the key of this trajectory was lost: send the api_key that came with this base_url"
             )
         # Clients choose the keys that they send in the header, so others might guess them: such
-        # keys are not trusted. Figures are about all trajectories, so no trajectory's key is enough
+        # keys are not trusted. Metrics are about all trajectories, so no trajectory's key is enough
         # for them.
         trusted = opened is not None and not opened.by_request and path != METRICS
         authorised = api_key is None or _equal(token, api_key) or trusted
@@ -273,13 +273,13 @@ class Gate:
         await bodies.as_json(status, answer)(request.scope, request.receive, send)
 
     async def _answer(self, request: Request) -> Response:
-        """Return the answer to a request for figures, or for one model, which vLLM's application
+        """Return the answer to a request for metrics, or for one model, which vLLM's application
         does not have.
         """
         if request.method not in ("GET", "HEAD"):
             raise Refused(405, f"{request.scope['path'][:80]} takes GET only")
         if request.scope["path"] == METRICS:
-            return self._figures()
+            return self._metrics()
         name = request.scope["path"].removeprefix(f"{MODELS}/")
         _, listed = await self._ask(MODELS)
         for model in listed["data"]:
@@ -289,8 +289,8 @@ class Gate:
             404, f"there is no model {name[:80]!r} on this server, which has {listed['data'][0]['id']}"
         )
 
-    def _figures(self) -> Response:
-        """Return vLLM's figures, where the engine keeps any, and this server's, in Prometheus's
+    def _metrics(self) -> Response:
+        """Return vLLM's metrics, where the engine keeps any, and this server's, in Prometheus's
         format.
         """
         from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -302,27 +302,27 @@ class Gate:
         )
         for (path, status), count in sorted(self.requests.items()):
             answered.add_metric([path, str(status)], count)
-        figures: list[Any] = [answered]
+        metrics: list[Any] = [answered]
         not_taken = sum(conversation.history.retemplated for conversation in self.conversations.values())
-        for name, meaning in FIGURES.items():
+        for name, meaning in COUNTERS.items():
             count = self.conversations.counts[name] + (not_taken if name == "retemplated" else 0)
-            figures.append(CounterMetricFamily(f"hotbunk_{name}", meaning, value=count))
+            metrics.append(CounterMetricFamily(f"hotbunk_{name}", meaning, value=count))
         open_ = len(self.conversations)
-        figures.append(
+        metrics.append(
             GaugeMetricFamily("hotbunk_trajectories", "trajectories being captured", value=open_)
         )
         with suppress(EngineStateError):  # a sleeping engine has no version
             version = self.worker.state.usable_version()
-            figures.append(
+            metrics.append(
                 GaugeMetricFamily("hotbunk_weight_version", "the version of the weights", value=version)
             )
 
-        class ServerFigures:
+        class ServerMetrics:
             def collect(self) -> list[Any]:
-                return figures
+                return metrics
 
         registry = CollectorRegistry()
-        registry.register(ServerFigures())
+        registry.register(ServerMetrics())
         text = generate_latest(registry) + generate_latest(get_prometheus_registry())
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 

@@ -26,7 +26,7 @@ from trainer.data import check_token_ids, load_tokenizer
 from trainer.distributed import say
 from trainer.engines import engine_settings, on_checkpoint, start_server
 from trainer.errors import UserError
-from trainer.evaluation import accuracies, dataset_figures, load_held_outs, standard_error
+from trainer.evaluation import accuracies, dataset_metrics, load_held_outs, standard_error
 from trainer.learning.answer_rows import answer_rows, failure_lines
 from trainer.learning.answers import Answer
 from trainer.learning.metrics import reward_errors
@@ -152,7 +152,7 @@ class Evaluation:
             }
 
     def results(self, answers: dict[str, list[Answer]]) -> Results:
-        """Return the figures of every dataset, with its sampling settings."""
+        """Return the metrics of every dataset, with its sampling settings."""
         labels = self.rewards.labels
         datasets = {}
         for held_out in self.held_outs:
@@ -165,7 +165,7 @@ class Evaluation:
                 "samples": held_out.samples,
                 "answers": len(by_episode(trajectories)),
                 **{key: sampling[key] for key in ("temperature", "top_p", "max_tokens")},
-                **dataset_figures(trajectories, labels, self.config.eval, name=held_out.name),
+                **dataset_metrics(trajectories, labels, self.config.eval, name=held_out.name),
                 "accuracy_standard_error": standard_error(accuracies(trajectories, labels)),
             }
         return {"model": self.config.model.path, "seed": self.config.run.seed, "datasets": datasets}
@@ -218,14 +218,14 @@ def evaluate(evaluation: Evaluation, folder: Path) -> int:
 
 
 def tables(results: Results, width: int) -> Iterator[Table]:
-    """Yield tables with a row for each figure and a column for each dataset, as many as `width`
+    """Yield tables with a row for each metric and a column for each dataset, as many as `width`
     characters hold.
     """
     names = list(results["datasets"])
-    figures = {name: _figures(results["datasets"][name]) for name in names}
-    titles = list(figures[names[0]])
+    metrics = {name: _shown(results["datasets"][name]) for name in names}
+    titles = list(metrics[names[0]])
     column = 3 + max(
-        map(len, [*names, *(text for texts in figures.values() for text in texts.values())])
+        map(len, [*names, *(text for texts in metrics.values() for text in texts.values())])
     )
     room = width - 4 - max(map(len, titles))
     count = max(1, room // column)
@@ -234,19 +234,19 @@ def tables(results: Results, width: int) -> Iterator[Table]:
         columns = [Column(name, justify="right", no_wrap=True) for name in chosen]
         table = Table(Column("", no_wrap=True), *columns, header_style="bold")
         for title in titles:
-            table.add_row(title, *(figures[name][title] for name in chosen))
+            table.add_row(title, *(metrics[name][title] for name in chosen))
         yield table
 
 
-def _figures(figures: dict[str, Any]) -> dict[str, str]:
-    """Return the figures of a dataset as the screen shows them, by their titles."""
-    estimates = [key for key in figures if key.startswith(("pass@", "majority@"))]
+def _shown(metrics: dict[str, Any]) -> dict[str, str]:
+    """Return the metrics of a dataset as the screen shows them, by their titles."""
+    estimates = [key for key in metrics if key.startswith(("pass@", "majority@"))]
     return {
-        "prompts": str(figures["prompts"]),
-        "answers": str(figures["answers"]),
-        "accuracy": f"{figures['accuracy']:.3f} ± {figures['accuracy_standard_error']:.3f}",
-        **{key: f"{figures[key]:.3f}" for key in estimates},
-        "reward": f"{figures['reward']:.3f}",
-        "length": f"{figures['length']:.1f}",
-        "cut": f"{figures['truncated']:.0%}",
+        "prompts": str(metrics["prompts"]),
+        "answers": str(metrics["answers"]),
+        "accuracy": f"{metrics['accuracy']:.3f} ± {metrics['accuracy_standard_error']:.3f}",
+        **{key: f"{metrics[key]:.3f}" for key in estimates},
+        "reward": f"{metrics['reward']:.3f}",
+        "length": f"{metrics['length']:.1f}",
+        "cut": f"{metrics['truncated']:.0%}",
     }

@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.commands.report_page import page
-from trainer.commands.report_record import figures, read_record, remarks, state
+from trainer.commands.report_record import metric_lines, read_record, remarks, state
 from trainer.commands.report_watch import watch
 from trainer.config.section import path_argument
 from trainer.run.records import write_whole
@@ -48,8 +48,8 @@ def main(arguments: argparse.Namespace) -> int:
     console = make_console()
     console.print(state(records[0]))
     table = Table("", "first", "best", "last", "", box=None, header_style="dim", padding=(0, 2))
-    for line in figures(records[0].rows):
-        table.add_row(*map(Text, line))  # a figure's name may look like markup
+    for line in metric_lines(records[0].rows):
+        table.add_row(*map(Text, line))  # a metric's name may look like markup
     console.print(table)
     for remark in (*verdict(records[0].rows, records[0].recipe), *remarks(records[0].rows)):
         console.print(f"· {remark}")

@@ -18,14 +18,14 @@ from typing import Any
 
 import yaml
 
-from trainer.commands.report_record import RunRecord, figures, memory, phases, remarks, state
+from trainer.commands.report_record import RunRecord, memory, metric_lines, phases, remarks, state
 from trainer.config.schema import TrainConfig
 from trainer.run.records import Rows, series
 from trainer.run.verdict import verdict
 
 LIMIT = 20 * 10**6
 """Largest size of the page in bytes."""
-_POINTS = 2000  # largest number of points of a figure's curves, over all runs
+_POINTS = 2000  # largest number of points of a metric's curves, over all runs
 _ANSWER_BYTES, _TOKEN_BYTES = 8 * 10**6, 5 * 10**6
 # Factors of these limits, tried in turn until the page is small enough
 _SCALES = (1.0, 0.5, 0.25, 0.1, 0.03)
@@ -72,7 +72,7 @@ def page_data(records: Sequence[RunRecord], scale: float = 1.0) -> dict[str, Any
         "name": first.name,
         "state": state(first),
         "remarks": [*verdict(first.rows, first.recipe), *remarks(first.rows)],
-        "figures": [line[:-1] for line in figures(first.rows)],
+        "figures": [line[:-1] for line in metric_lines(first.rows)],
         "phases": list(phases(first.rows)),
         "memory": list(memory(first.rows)),
         "runs": [
@@ -121,17 +121,17 @@ def _named(records: Sequence[RunRecord]) -> list[tuple[str, RunRecord]]:
 
 
 def curves(rows: Rows, points: int) -> dict[str, tuple[list[int], list[float]]]:
-    """Return the steps and values of every figure. A curve of more than `points` keeps only local
+    """Return the steps and values of every metric. A curve of more than `points` keeps only local
     highs and lows.
     """
-    figures = {}
+    metrics = {}
     for key in dict.fromkeys(key for row in rows for key in row if key != "train/step"):
         pairs = [
             pair for pair in zip(*series(rows, key), strict=True) if isinstance(pair[1], int | float)
         ]
         kept = [(step, float(f"{value:.6g}")) for step, value in _extremes(pairs, points)]
-        figures[key] = [step for step, _ in kept], [value for _, value in kept]
-    return figures
+        metrics[key] = [step for step, _ in kept], [value for _, value in kept]
+    return metrics
 
 
 def _extremes(pairs: list[tuple[int, float]], points: int) -> list[tuple[int, float]]:

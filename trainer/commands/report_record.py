@@ -1,4 +1,4 @@
-"""The record of a run, read from its folder, with its state, figures, remarks, times and memory for
+"""The record of a run, read from its folder, with its state, metrics, remarks, times and memory for
 the report.
 """
 
@@ -18,7 +18,7 @@ from trainer.errors import UserError
 from trainer.run.records import Rows, read_rows, series
 from trainer.run.screen import duration, sparkline
 
-_FIGURES = (
+_METRICS = (
     "reward/mean",
     "eval/accuracy",
     "loss",
@@ -93,10 +93,10 @@ def state(record: RunRecord) -> str:
     return f"Not finished: {last} of {wanted} steps in {spent}, the last of them at {when}."
 
 
-def figures(rows: Rows) -> Iterator[Sequence[str]]:
-    """Yield a line for each figure of the run: its first, best and last value, and a curve."""
+def metric_lines(rows: Rows) -> Iterator[Sequence[str]]:
+    """Yield a line for each metric of the run: its first, best and last value, and a curve."""
     named = sorted({key for row in rows for key in row if _NAMED.fullmatch(key)})
-    for key in dict.fromkeys([*_FIGURES[:2], *named, *_FIGURES[2:]]):
+    for key in dict.fromkeys([*_METRICS[:2], *named, *_METRICS[2:]]):
         steps, values = series(rows, key)
         if not values:
             continue
@@ -108,7 +108,7 @@ def figures(rows: Rows) -> Iterator[Sequence[str]]:
 
 
 def remarks(rows: Rows) -> Iterator[str]:
-    """Yield remarks on how far the figures can be trusted, and on failures during the run."""
+    """Yield remarks on how far the metrics can be trusted, and on failures during the run."""
     what = "log-probability gap between trainer and engine"
     steps, gaps = series(rows, "gap/max")
     if gaps:

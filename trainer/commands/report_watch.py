@@ -1,5 +1,5 @@
 """`hotbunk report --watch`: a server on loopback for the page of a run, which polls the run's
-figures.
+metrics.
 """
 
 import hashlib

@@ -82,10 +82,10 @@ def main(arguments: argparse.Namespace) -> int:
     )
     cache = settings.kv_cache_bytes and settings.kv_cache_bytes * arguments.concurrent
     # For /metrics
-    figures = settings.extra | {"disable_log_stats": False, "served_model_name": server.model_name}
+    extra = settings.extra | {"disable_log_stats": False, "served_model_name": server.model_name}
     images = server.image_rules.most if server.image_rules is not None else 0
     several = replace(
-        settings, max_num_seqs=arguments.concurrent, kv_cache_bytes=cache, images=images, extra=figures
+        settings, max_num_seqs=arguments.concurrent, kv_cache_bytes=cache, images=images, extra=extra
     )
     processes.start_guardian()
     processes.run(lambda: serve(several, server))

@@ -16,7 +16,7 @@ from trainer.types import MicroBatch, UpdateStats
 
 HEAD = "score.weight"
 ValueLoss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(batch, values [B, T-1]) -> summed loss and figures, as in `trainer.types.LossFn`."""
+"""(batch, values [B, T-1]) -> summed loss and metrics, as in `trainer.types.LossFn`."""
 
 
 class Critic(ShardedModel):

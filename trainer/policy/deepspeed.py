@@ -30,7 +30,7 @@ from trainer.policy.hf_format import checkpoint_views, parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors, first_values
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import Offloadable
-from trainer.policy.optimizer import MOMENTS, Figures, Updates, decay_groups, state_of_no_steps
+from trainer.policy.optimizer import MOMENTS, MetricSums, Updates, decay_groups, state_of_no_steps
 from trainer.policy.routing import Routing, asked_routers
 from trainer.types import LossFn, MicroBatch, Outputs, Policy, UpdateStats
 
@@ -280,15 +280,15 @@ class DeepSpeedPolicy(Offloadable, Policy):
     ) -> UpdateStats:
         """Run one optimizer step on all batches, as `Policy.update` describes. Collective."""
         self.engine.train()
-        figures = Figures(self.device)
+        metrics = MetricSums(self.device)
         for number, batch in enumerate(batches, start=1):
             self.engine.set_gradient_accumulation_boundary(number == len(batches))
             loss, sums = loss_fn(batch, outputs(self.engine, batch, temperature))
             # DeepSpeed averages over ranks, but losses are divided by the step's count over all
             # ranks already.
             self.engine.backward(loss * world_size(), scale_wrt_gas=False)
-            figures.add(batch, loss, sums)
-        return self._step(self.updates.learning_rate(place), figures.over_ranks())
+            metrics.add(batch, loss, sums)
+        return self._step(self.updates.learning_rate(place), metrics.over_ranks())
 
     def _step(self, rate: float, sums: dict[str, float]) -> UpdateStats:
         """Apply the update, or skip it if DeepSpeed finds a gradient that is not finite, on all

@@ -34,7 +34,7 @@ from trainer.policy.hf_format import parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, first_values
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.offload import Offload, Offloadable
-from trainer.policy.optimizer import Figures, Updates
+from trainer.policy.optimizer import MetricSums, Updates
 from trainer.policy.optimizer_choice import (
     make_optimizer,
     move_state,
@@ -286,18 +286,18 @@ class ShardedModel(Offloadable):
             move_state(self.optimizer, self.device)
             self._state_to_move = False
         self.module.train()
-        figures = Figures(self.device)
+        metrics = MetricSums(self.device)
         for number, batch in enumerate(batches, start=1):
             for unit in self._units():
                 self._reduce_gradients(unit, number == len(batches))
             loss, sums = loss_of(batch)
             loss.backward()
-            figures.add(batch, loss, sums)
+            metrics.add(batch, loss, sums)
         self._reshard()
         gradients = [local_part(p.grad) for p in self.trained().values() if p.grad is not None]
         # Every replica has the same gradients, so the sum counts each shard once per replica.
         squared_norm = torch.nn.utils.get_total_norm(gradients).double() ** 2 / self._replicas
-        totals = figures.over_ranks(squared_norm=squared_norm)
+        totals = metrics.over_ranks(squared_norm=squared_norm)
         rate = self.updates.learning_rate(progress)
         return self._step(gradients, totals.pop("squared_norm") ** 0.5, rate, totals)
 

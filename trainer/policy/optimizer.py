@@ -1,5 +1,5 @@
 """Optimizer steps of a model, whatever shards it: AdamW, the learning rate, and the count and
-figures of updates.
+metrics of updates.
 
 `trainer.policy.optimizer_choice` makes other optimizers.
 """
@@ -88,8 +88,8 @@ class TrainingDiverged(RuntimeError):
     """
 
 
-class Figures:
-    """The loss and figures of an update, summed over micro-batches, then over ranks."""
+class MetricSums:
+    """The loss and metrics of an update, summed over micro-batches, then over ranks."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums: dict[str, Tensor] = {"loss": torch.zeros((), dtype=torch.float64, device=device)}
@@ -97,7 +97,7 @@ class Figures:
     def add(self, batch: MicroBatch, loss: Tensor, sums: dict[str, Tensor]) -> None:
         """Add the scalars of a micro-batch, on their device, so that the host does not wait for it.
 
-        All ranks that share a micro-batch have all of its loss and figures; only the first of these
+        All ranks that share a micro-batch have all of its loss and metrics; only the first of these
         ranks counts them.
         """
         for key, value in [("loss", loss), *sums.items()]:
@@ -139,12 +139,12 @@ class Updates:
         """Count one more update and return its stats, with its gradients' global L2 norm and its
         learning rate.
 
-        `sums` is the result of `Figures.over_ranks`. Raises TrainingDiverged if the last
+        `sums` is the result of `MetricSums.over_ranks`. Raises TrainingDiverged if the last
         `max_skipped_steps` updates were all skipped.
         """
-        figures = {name: value for name, value in sums.items() if name != "loss"}
+        metrics = {name: value for name, value in sums.items() if name != "loss"}
         stats = UpdateStats(
-            loss=sums["loss"], grad_norm=norm, learning_rate=rate, skipped=skipped, sums=figures
+            loss=sums["loss"], grad_norm=norm, learning_rate=rate, skipped=skipped, sums=metrics
         )
         self.applied += not skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

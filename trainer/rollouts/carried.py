@@ -59,7 +59,7 @@ class CarriedPool:
         self._step = 0
         self.version = 0
         self._preemptions = 0
-        self._figures: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         # For each group taken in this step, the number of steps since it began
         self._steps_old: list[int] = []
         # For each answer of this step, tokens of earlier versions, and all
@@ -106,7 +106,7 @@ class CarriedPool:
         self._engines.begin_round()
         if settings.step != self._step:
             self._step = settings.step
-            self._figures = {}
+            self._metrics = {}
             self._steps_old = []
             self._tokens = []
             # Copies, since resumed groups change.
@@ -135,7 +135,7 @@ class CarriedPool:
         self._count(*counts)
         self._engines.check(answers)
         taken = sampled_round(answers, settings.step, self.version, positions, position + fresh)
-        taken.figures = dict(self._figures)
+        taken.figures = dict(self._metrics)
         return taken
 
     def _grow(
@@ -181,14 +181,14 @@ class CarriedPool:
         - carry/preemptions: requests preempted in this step because a KV cache was full
         """
         old, sampled = (sum(numbers) for numbers in zip(*self._tokens, strict=True))
-        self._figures = {
+        self._metrics = {
             "stale/share": old / max(sampled, 1),
             "stale/age_mean": sum(self._steps_old) / len(self._steps_old),
             "stale/age_max": float(max(self._steps_old)),
             "carry/answers": float(unfinished),
             "carry/groups_waiting": float(sum(flight.complete for flight in self._flights.values())),
-            "carry/slices": self._figures.get("carry/slices", 0.0) + slices,
-            "carry/preemptions": self._figures.get("carry/preemptions", 0.0)
+            "carry/slices": self._metrics.get("carry/slices", 0.0) + slices,
+            "carry/preemptions": self._metrics.get("carry/preemptions", 0.0)
             + preemptions
             - self._preemptions,
         }

@@ -33,7 +33,7 @@ def export_and_report(
     """
 
     def tell() -> None:
-        figures = {
+        summary = {
             "steps": state.step,
             "train_seconds": round(state.seconds, 3),
             "eval_reward_before": state.eval_before,
@@ -44,7 +44,7 @@ def export_and_report(
             "prompts": len(prompts),
             "prompts_dropped": prompts.dropped,
         }
-        tracker.summary(figures)
+        tracker.summary(summary)
         screen.report(_report(config, state, answers))
 
     export(config, policy, tokenizer, tell)

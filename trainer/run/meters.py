@@ -162,7 +162,7 @@ class MemoryMeter:
     def metrics(self) -> dict[str, float]:
         """Return memory/trainer_gib_<phase> of every phase since the last call.
 
-        On CUDA it adds figures of torch's allocator since then, also between phases:
+        On CUDA it adds metrics of torch's allocator since then, also between phases:
         memory/peak_allocated_bytes, memory/peak_reserved_bytes, and memory/alloc_retries, the
         number of times it had to free cached blocks first.
         """

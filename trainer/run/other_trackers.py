@@ -31,7 +31,7 @@ class OtherTracker:
             self.send(step, {key: value for key, value in row.items() if value is not None})
             self.last = step
 
-    def send(self, step: int, figures: dict[str, float]) -> None:
+    def send(self, step: int, metrics: dict[str, float]) -> None:
         """Send a step's finite metrics, including train/step."""
         raise NotImplementedError
 
@@ -64,9 +64,9 @@ class TensorBoard(OtherTracker):
             self.last = earlier[-1]["train/step"]
         self._writer: Any = SummaryWriter(str(log_folder), purge_step=self.last + 1)
 
-    def send(self, step: int, figures: dict[str, float]) -> None:
+    def send(self, step: int, metrics: dict[str, float]) -> None:
         """Write a step's metrics as scalars."""
-        for key, value in figures.items():
+        for key, value in metrics.items():
             if key != "train/step":
                 self._writer.add_scalar(key, value, step)
         self._writer.flush()
@@ -121,15 +121,15 @@ class MLflow(OtherTracker):
                 self._client.log_batch(self._id, params=params[start : start + _PARAMS_AT_A_TIME])
             write_whole(file, self._id)
 
-    def send(self, step: int, figures: dict[str, float]) -> None:
+    def send(self, step: int, metrics: dict[str, float]) -> None:
         """Log a step's metrics in one request."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         # MLflow takes no other characters
-        names = {key: re.sub(r"[^\w\-. /:]", "_", key) for key in figures}
-        metrics = [Metric(names[key], value, now, step) for key, value in figures.items()]
-        self._client.log_batch(self._id, metrics=metrics)
+        names = {key: re.sub(r"[^\w\-. /:]", "_", key) for key in metrics}
+        entries = [Metric(names[key], value, now, step) for key, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=entries)
 
     def close(self) -> None:
         """Mark the run as terminated."""
@@ -160,9 +160,9 @@ class Trackio(OtherTracker):
         self._run: Any = trackio.init(project, name=name, config=config, resume=resume, **figures_alone)
         self.last = self._run._next_step - 1  # the last step that the store has (trackio/run.py, 0.43)
 
-    def send(self, step: int, figures: dict[str, float]) -> None:
+    def send(self, step: int, metrics: dict[str, float]) -> None:
         """Log a step's metrics."""
-        self._run.log({key: value for key, value in figures.items() if key != "train/step"}, step=step)
+        self._run.log({key: value for key, value in metrics.items() if key != "train/step"}, step=step)
 
     def close(self) -> None:
         """Finish the run."""

@@ -256,7 +256,7 @@ class Report:
 
     def render(self) -> RenderableType:
         """Return the report as a panel."""
-        parts: list[RenderableType] = [self._figures(), Text()]
+        parts: list[RenderableType] = [self._metrics(), Text()]
         if self.verdict:
             parts += [
                 Text(self.verdict[0], "bold yellow"),
@@ -279,7 +279,7 @@ class Report:
             Group(*parts), title=title, box=box.ROUNDED, border_style=style, padding=(1, 2), width=WIDTH
         )
 
-    def _figures(self) -> Table:
+    def _metrics(self) -> Table:
         rows: dict[str, Text] = {}
         if self.after is not None:
             before = ("", "") if self.before is None else (f"{self.before:.1%}", "  →  ")

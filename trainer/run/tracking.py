@@ -57,10 +57,10 @@ class NullTracker:
         """Record some of a step's answers."""
 
     def tokens(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Record the figures of some answers' tokens."""
+        """Record the metrics of some answers' tokens."""
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Add to the figures of the entire run."""
+        """Add to the metrics of the entire run."""
 
     def close(self) -> None:
         """Finish the records. Safe to call twice."""
@@ -189,7 +189,7 @@ class Copy:
     def put(
         self, what: Literal["log", "completions", "summary", "finish"], values: dict[str, Any]
     ) -> None:
-        """Copy a step's metrics with train/step, its answers before that, or figures of the entire
+        """Copy a step's metrics with train/step, its answers before that, or metrics of the entire
         run.
         """
         if self._thread.is_alive():
@@ -253,8 +253,8 @@ class Alarms:
         """
         step = row["train/step"]
         troubles = {}
-        figures = {key: row[key] for key in ("loss", "grad_norm", "gap/mean") if key in row}
-        broken = [key for key, value in figures.items() if value is None or not math.isfinite(value)]
+        metrics = {key: row[key] for key in ("loss", "grad_norm", "gap/mean") if key in row}
+        broken = [key for key, value in metrics.items() if value is None or not math.isfinite(value)]
         if broken or row.get("skipped_steps"):
             what = (
                 f"{', '.join(broken)} not finite"

@@ -12,7 +12,7 @@ from tests.support.launch import run_ranks
 from trainer.commands import sft
 from trainer.commands.exporting import export
 from trainer.commands.generate import model_folder
-from trainer.commands.report_record import figures, read_record, state
+from trainer.commands.report_record import metric_lines, read_record, state
 from trainer.commands.tiny_model import make_tiny_model
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
@@ -113,7 +113,7 @@ def test_other_commands_accept_the_folder_of_a_warm_start(trained: Path) -> None
     )
     record = read_record(folder)
     assert state(record).startswith(f"{STEPS} steps in")
-    assert "eval/loss" in [line[0] for line in figures(record.rows)]
+    assert "eval/loss" in [line[0] for line in metric_lines(record.rows)]
     row = record.rows[-1]
     tokens = row["throughput/update_tokens_per_s_per_device"] * 2 * row["time/update"]
     # The tokens of 30 rows

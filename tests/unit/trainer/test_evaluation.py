@@ -31,7 +31,7 @@ from trainer.engines import evaluation_sampling
 from trainer.errors import UserError
 from trainer.evaluation import (
     accuracies,
-    dataset_figures,
+    dataset_metrics,
     evaluation_metrics,
     standard_error,
 )
@@ -62,7 +62,7 @@ ANSWERS = [
 
 
 def test_figures_of_a_dataset_by_hand() -> None:
-    figures = dataset_figures(as_answers(ANSWERS), ["match"], EvalConfig(k=[1, 2, 3]))
+    figures = dataset_metrics(as_answers(ANSWERS), ["match"], EvalConfig(k=[1, 2, 3]))
     assert figures == pytest.approx(
         {
             "accuracy": (2 / 3 + 1.5 / 3) / 2,
@@ -86,8 +86,8 @@ def test_failed_checks_are_reported_and_not_counted_silently_as_wrong() -> None:
         [answer(0, 0, "4", 1.0), answer(0, 1, "4", 1.0), failed, answer(1, 1, "y", 1.0)]
     )
     plain = as_answers([answer(0, 0, "4", 1.0)])
-    assert dataset_figures(answers, ["match"], EvalConfig())["misjudged"] == 0.25
-    assert "misjudged" not in dataset_figures(plain, ["match"], EvalConfig())
+    assert dataset_metrics(answers, ["match"], EvalConfig())["misjudged"] == 0.25
+    assert "misjudged" not in dataset_metrics(plain, ["match"], EvalConfig())
     figures = evaluation_metrics({"a": plain, "b": answers}, ["match"], EvalConfig())
     assert (figures["eval/b/misjudged"], figures["eval/misjudged"]) == (0.25, 0.125)
     (line,) = failure_lines(answers, reward_errors(answers), "count as wrong")
@@ -109,7 +109,7 @@ def test_answers_that_nothing_has_judged_have_no_part_in_accuracy() -> None:
     ]
     step += [answer(2, sample, "y", 0.0, **nothing) for sample in range(3)]
     labels, config = ["match", "form"], EvalConfig(k=[1, 2])
-    figures = dataset_figures(as_answers(step), labels, config)
+    figures = dataset_metrics(as_answers(step), labels, config)
     expected = {
         "accuracy": (1 / 2 + 1) / 2,
         "reward": (5 + 1) / 2,
@@ -126,7 +126,7 @@ def test_answers_that_nothing_has_judged_have_no_part_in_accuracy() -> None:
     with pytest.raises(UserError, match="no prompt has 2 to"):
         evaluation_metrics({"tasks": as_answers(step[3:])}, labels, config)
     failed = [answer(0, 0, "4", 1.0, 3.0, reward_error="match took longer", reward_parts={"form": 9.0})]
-    assert dataset_figures(as_answers(failed), labels, EvalConfig())["accuracy"] == 0.0
+    assert dataset_metrics(as_answers(failed), labels, EvalConfig())["accuracy"] == 0.0
 
 
 def test_an_answer_in_several_parts_is_one_answer() -> None:
@@ -135,7 +135,7 @@ def test_an_answer_in_several_parts_is_one_answer() -> None:
         [answer(0, 0, v, r, 9 * r) for v, r in ((None, 0.0), ("5", 0.0), ("4", 1.0))],
         answer(0, 1, "5", 0.0),
     )
-    figures = dataset_figures(as_answers([*right, wrong]), ["match"], EvalConfig(k=[1, 2], samples=2))
+    figures = dataset_metrics(as_answers([*right, wrong]), ["match"], EvalConfig(k=[1, 2], samples=2))
     expected = {
         "accuracy": 0.5,
         "reward": 4.5,
@@ -150,11 +150,11 @@ def test_an_answer_in_several_parts_is_one_answer() -> None:
     assert standard_error(accuracies(as_answers([*right, wrong, *again]), ["match"])) == pytest.approx(
         0.25
     )  # of 0.5 and 1
-    assert dataset_figures(as_answers([*right, wrong, *again]), ["match"], EvalConfig())[
+    assert dataset_metrics(as_answers([*right, wrong, *again]), ["match"], EvalConfig())[
         "truncated"
     ] == pytest.approx(1 / 3)
     again[0].error = "a part of it failed"
-    assert dataset_figures(as_answers(again), ["match"], EvalConfig(k=[1]))["pass@1"] == 0
+    assert dataset_metrics(as_answers(again), ["match"], EvalConfig(k=[1]))["pass@1"] == 0
 
 
 def test_the_number_of_answers_that_eval_tells_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,12 +180,12 @@ def test_the_number_of_answers_that_eval_tells_is_counted(capsys: pytest.Capture
 
 def test_the_recipe_defines_which_answers_are_right() -> None:
     answers = as_answers(ANSWERS)
-    assert dataset_figures(answers, ["match"], EvalConfig(k=[1], right_from=0.5))[
+    assert dataset_metrics(answers, ["match"], EvalConfig(k=[1], right_from=0.5))[
         "pass@1"
     ] == pytest.approx(2 / 3)
     # Without reward functions it is the environment's reward that tells.
-    assert dataset_figures(answers, [], EvalConfig(k=[1]))["pass@1"] == pytest.approx(2 / 3)
-    assert dataset_figures(answers, [], EvalConfig())["accuracy"] == pytest.approx((4 / 3 + 3 / 3) / 2)
+    assert dataset_metrics(answers, [], EvalConfig(k=[1]))["pass@1"] == pytest.approx(2 / 3)
+    assert dataset_metrics(answers, [], EvalConfig())["accuracy"] == pytest.approx((4 / 3 + 3 / 3) / 2)
 
 
 def test_named_datasets_have_figures_of_their_own_and_weigh_the_same() -> None:
@@ -193,7 +193,7 @@ def test_named_datasets_have_figures_of_their_own_and_weigh_the_same() -> None:
     answers = as_answers(ANSWERS)
     alone = evaluation_metrics({"all": answers}, ["match"], config)
     assert alone == {
-        f"eval/{key}": value for key, value in dataset_figures(answers, ["match"], config).items()
+        f"eval/{key}": value for key, value in dataset_metrics(answers, ["match"], config).items()
     }
     both = evaluation_metrics({"all": answers, "first": as_answers(ANSWERS[:3])}, ["match"], config)
     assert both["eval/first/accuracy"] == pytest.approx(2 / 3)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from trainer.cli import main
 from trainer.commands.report_page import page_data
-from trainer.commands.report_record import figures, memory, phases, read_record, remarks, state
+from trainer.commands.report_record import memory, metric_lines, phases, read_record, remarks, state
 from trainer.run.finish import export_and_report
 from trainer.run.keeper import RunState
 from trainer.run.records import read_rows
@@ -90,7 +90,7 @@ def cells(lines: Iterator[Sequence[str]]) -> dict[str, list[str]]:
 def test_the_report_of_a_finished_run_is_complete(run: Path) -> None:
     record = read_record(run)
     assert state(record).startswith("3 steps in 1 min 10 s, the last of them at ")
-    table = cells(figures(record.rows))
+    table = cells(metric_lines(record.rows))
     assert table["reward/mean"] == ["0.5", "0.75 (step 2)", "0.25", "▅█▁"]
     assert (
         table["eval/accuracy"] == ["0.25", "0.25 (step 0)", "0.125", "█▁"]
