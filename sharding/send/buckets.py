@@ -129,14 +129,11 @@ def _parts(
     """Yield each parameter with the `start` and `nbytes` of its slots."""
     for parameter in parameters:
         shard = step = parameter.nbytes // parameter.shards
-        if parameter.nbytes > bucket_bytes and _may_be_split(parameter, unsplit):
+        splits = unsplit is not None and not any(piece.name in unsplit for piece in parameter.pieces)
+        if splits and parameter.nbytes > bucket_bytes:
             step = max(bucket_bytes // parameter.shards // ALIGNMENT, 1) * ALIGNMENT
         for start in range(0, shard, step) if shard else [0]:
             yield parameter, start, parameter.shards * min(step, shard - start)
-
-
-def _may_be_split(parameter: SourceParameter, unsplit: Collection[str] | None) -> bool:
-    return unsplit is not None and not any(piece.name in unsplit for piece in parameter.pieces)
 
 
 def gather(source: WeightSource, bucket: Bucket, buffer: torch.Tensor, mark: int) -> None:

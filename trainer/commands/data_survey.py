@@ -108,7 +108,11 @@ def survey(config: TrainConfig, examples: int, *, sft: bool = False) -> Survey:
             if row.dropped:
                 continue
             if len(facts.examples) < examples:
-                facts.examples.append(_example(row, tokenizer))
+                pieces = _pieces(row, tokenizer)
+                tools = [str((tool.get("function") or tool).get("name")) for tool in row.tools]
+                facts.examples.append(
+                    Example(row.index, pieces, tools, len(row.token_ids), len(row.images))
+                )
             yield row.index, row.row
 
     functions = [] if sft else rewards.functions
@@ -150,13 +154,6 @@ def _add(facts: Survey, row: RenderedRow, first_rows: dict[bytes, int]) -> None:
     first = first_rows.setdefault(shown_key(row.token_ids, row.images), row.index)
     if first != row.index:
         facts.duplicates.append((row.index, first))
-
-
-def _example(row: RenderedRow, tokenizer: PreTrainedTokenizerBase) -> Example:
-    names = [str((tool.get("function") or tool).get("name")) for tool in row.tools]
-    return Example(
-        row.index, _pieces(row, tokenizer), names, tokens=len(row.token_ids), images=len(row.images)
-    )
 
 
 def _pieces(row: RenderedRow, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:

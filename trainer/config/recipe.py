@@ -313,13 +313,7 @@ def _unknown(key: str, value: Any) -> str:
         return f"{key} is now {new}: write {new}: {words}"
     if key in REFUSED:
         return f"{key} is {quoted(value)}, but {REFUSED[key]}: leave it out"
-    return f"{key} is not a known key{_hint(key) or '; see --help for all of them'}"
-
-
-def _hint(key: str) -> str:
-    """Return the end of the sentence about an unknown key, which names the key that was probably
-    meant, or "".
-    """
     general = re.sub(r"^(eval\.datasets)\.[^.]+\.", r"\1.NAME.", key)
     general = re.sub(r"\.\d+\.", ".N.", general)
-    return suggestion(general, [name for name, _ in known_keys()])
+    hint = suggestion(general, [name for name, _ in known_keys()]) or "; see --help for all of them"
+    return f"{key} is not a known key{hint}"

@@ -75,10 +75,12 @@ class LocalSource:
         self.take_back(order.step)
         self._version = order.version
         batch = StepBatch(self._config, self._dataset)
+        deadline = self._config.run.first_step_deadline_s
+        terms = Terms(deadline, self._give_up, details=self._config.algorithm.rewards_apart)
         position = order.position
         while batch.missing:
             settings = self._settings(order, batch.seed(order.step))
-            batch.add(self._pool.take(position, batch.missing, settings, self._terms()))
+            batch.add(self._pool.take(position, batch.missing, settings, terms))
             position = batch.position
         return batch
 
@@ -91,10 +93,6 @@ class LocalSource:
             order.step,
             chat_template_kwargs=self._config.data.chat_template_kwargs,
         )
-
-    def _terms(self) -> Terms:
-        deadline = self._config.run.first_step_deadline_s
-        return Terms(deadline, self._give_up, details=self._config.algorithm.rewards_apart)
 
     def evaluate(self, order: Order) -> list[Round]:
         """Sample an evaluation, as `Source.evaluate`."""
