@@ -13,7 +13,7 @@ import torch.distributed as dist
 from generation.trajectory import Trajectory
 from sharding import ranks
 from sharding.ranks import exchange, is_main, rank, world_size
-from tests.support.learning_steps import TablePolicy, make_config
+from tests.support.learning_steps import TablePolicy, make_batcher, make_config
 from trainer.distributed import destroy_process_group, init_process_group
 from trainer.learning.answers import gather_answers
 from trainer.learning.groups import make_groups, prepare, split
@@ -87,7 +87,7 @@ def exchange_a_step(results: str) -> None:
     answers = received.during(lambda: gather_answers(trajectories(rank())))
     figures = received.during(lambda: rollout_metrics(answers))
     portions = split(make_groups(answers), 2)
-    minibatches = received.during(lambda: prepare(portions, config, 0, torch.device("cpu")))
+    minibatches = received.during(lambda: prepare(portions, config, make_batcher(config)))
     batches = [batch for minibatch in minibatches for batch in minibatch.batches]
     outputs = policy.score(batches, 1.0)
     gaps = [

@@ -15,6 +15,7 @@ from generation.trajectory import Trajectory
 from sharding.ranks import all_reduce_sum, exchange, rank, world_size
 from trainer.config.schema import TrainConfig
 from trainer.learning.answers import Answer, gather_answers
+from trainer.learning.batching import Batcher
 from trainer.learning.groups import Group, make_groups
 from trainer.model_structure import ModelFlops, Work
 from trainer.types import LossFn, MicroBatch, Outputs, UpdateStats
@@ -26,6 +27,14 @@ T = TypeVar("T")
 def make_config(**sections: dict[str, Any]) -> TrainConfig:
     """Return a configuration with these sections, and with placeholders for model and data."""
     return TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}} | sections)
+
+
+def make_batcher(config: TrainConfig) -> Batcher:
+    """Return a recipe's batcher, for a policy whose work is its tokens."""
+    batch, ways = config.batch, config.policy.sequence_parallel
+    return Batcher(
+        batch.tokens_per_micro_batch, 0, "cpu", batch.packing, ways, shared_min=batch.shared_min
+    )
 
 
 def random_trajectory(prompt: int, sample: int, generator: torch.Generator) -> Trajectory:

@@ -22,7 +22,7 @@ from tests.support.shared_answers import LEAST, group, turns
 from trainer.commands import sft
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig, TrainConfig
 from trainer.distributed import init_process_group
-from trainer.learning.batching import micro_batches
+from trainer.learning.batching import Batcher, micro_batches
 from trainer.policy import FrozenPolicy, FsdpPolicy, Outputs
 from trainer.policy.routing import balance, loads_of
 from trainer.types import MicroBatch, RouteFormat, Sample
@@ -165,10 +165,10 @@ def check_others(folder: Path) -> None:
 
 
 def supervised(
-    policy: FsdpPolicy, rows: list[sft.Transcript], config: TrainConfig, figures: list[Any]
+    policy: FsdpPolicy, rows: list[sft.Transcript], batcher: Batcher, figures: list[Any]
 ) -> None:
     """Return a supervised step, whose figures it appends."""
-    figures.append(sft.update(policy, rows, config, 0, 0))
+    figures.append(sft.update(policy, rows, batcher, 0))
 
 
 def check_sft(folder: Path) -> None:
@@ -181,7 +181,9 @@ def check_sft(folder: Path) -> None:
         policy = checks.make_policy(checks.model_folder(folder, "qwen2", True))
         rows = transcripts(SAMPLES)
         figures: list[Any] = []
-        gradients = captured_gradients(policy, partial(supervised, policy, rows, config, figures))
+        gradients = captured_gradients(
+            policy, partial(supervised, policy, rows, Batcher.of(config, policy, 0), figures)
+        )
         found.append((gradients, figures[0].loss, policy.work))
     assert abs(found[1][1] - found[0][1]) <= 1e-6 * abs(found[0][1])
     assert_close(found[1][0], found[0][0])

@@ -18,7 +18,7 @@ from tests.support.deepspeed_checks import _collected
 from trainer.commands import sft
 from trainer.config.schema import TrainConfig
 from trainer.distributed import init_process_group
-from trainer.learning.batching import micro_batches
+from trainer.learning.batching import Batcher, micro_batches
 from trainer.policy import FsdpPolicy
 from trainer.policy.routing import loads_of
 from trainer.run import checkpoint
@@ -197,12 +197,11 @@ def check_sft(folder: Path) -> None:
         config = TrainConfig.model_validate(sections | {"batch": {"tokens_per_micro_batch": 33}})
         policy = checks.make_policy(source, eps=1e-3)
         meter = SimpleNamespace(phase=lambda name: nullcontext())
-        run = SimpleNamespace(
-            config=config, policy=policy, tokenizer=SimpleNamespace(pad_token_id=0), meter=meter
-        )
+        batcher = Batcher.of(config, policy, 0)
+        run = SimpleNamespace(config=config, policy=policy, batcher=batcher, meter=meter)
         run.held_out = {"held_out": transcripts(checks.make_samples([5, 9, 4]))}
         held_out = sft.SftRun.evaluate(run)["eval/loss"]  # type: ignore[arg-type]
-        stats = sft.update(policy, transcripts(checks.make_samples()), config, 0, 0)
+        stats = sft.update(policy, transcripts(checks.make_samples()), batcher, 0)
         results.append(([stats.loss, stats.grad_norm, held_out], checks.weights(policy)))
     (figures, wanted), (shared_figures, weights) = results
     assert shared_figures == pytest.approx(figures, rel=1e-6)

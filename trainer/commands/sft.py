@@ -23,9 +23,7 @@ from trainer.commands.sft_rows import Transcript, load_transcripts
 from trainer.config.schema import TrainConfig
 from trainer.data import load_tokenizer, take
 from trainer.engines import fetch_model, rank_device
-from trainer.learning.batching import deal
-from trainer.learning.groups import make_batches
-from trainer.learning.prefixes import Prefixes, token_bytes
+from trainer.learning.batching import Batcher
 from trainer.model_checks import check_model
 from trainer.policy import LossFn, Outputs, Policy, UpdateStats, make_policy
 from trainer.run.checkpoint import load
@@ -97,6 +95,7 @@ class SftRun:
         self.policy = make_policy(
             config.model, settings, rank_device(config), config.sft.steps, lora=config.lora
         )
+        self.batcher = Batcher.of(config, self.policy, self.tokenizer.pad_token_id)
         parts = {"policy": self.policy}
         if start is not None:
             load(start, parts)
@@ -128,10 +127,10 @@ class SftRun:
     def train_step(self, step: int) -> None:
         """Run one update, log it, and save a checkpoint if one is due."""
         config, began = self.config, time.perf_counter()
-        size, pad_id = config.sft.batch_size, self.tokenizer.pad_token_id
+        size = config.sft.batch_size
         samples = take(self.transcripts.samples, self.state.prompts, size, config.run.seed)
         with self.meter.phase("update"):
-            stats = update(self.policy, samples, config, pad_id, step - 1)
+            stats = update(self.policy, samples, self.batcher, step - 1)
         metrics = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.learning_rate}
         metrics |= {"time/step": time.perf_counter() - began}
         self.state.prompts += size
@@ -145,11 +144,10 @@ class SftRun:
         """Return the mean negative log-probability of held-out tokens, named as in
         `evaluation_metrics`. Collective.
         """
-        pad_id = self.tokenizer.pad_token_id
         losses: dict[str, float] = {}
         for name, samples in self.held_out.items():
             with self.meter.phase("eval"):
-                batches = batches_of(samples, self.config, pad_id, self.policy)
+                batches = batches_of(samples, self.batcher)
                 scores = zip(batches, self.policy.score(batches, temperature=1.0), strict=True)
                 logprobs = sum(
                     float(outputs.logprobs.sum()) for batch, outputs in scores if batch.counts
@@ -196,39 +194,29 @@ class SftRun:
         )
 
 
-def update(
-    policy: Policy, samples: list[Transcript], config: TrainConfig, pad_id: int, done: int
-) -> UpdateStats:
+def update(policy: Policy, samples: list[Transcript], batcher: Batcher, done: int) -> UpdateStats:
     """Run one update on `samples`, the same on all ranks, each of which takes its share, after
     `done` updates.
     """
     # All ranks have all samples, so no exchange is needed
     tokens = sum(sample.trainable for sample in samples)
-    batches = batches_of(samples, config, pad_id, policy)
-    return policy.update(batches, cross_entropy(tokens), temperature=1.0, place=done)
+    return policy.update(
+        batches_of(samples, batcher), cross_entropy(tokens), temperature=1.0, place=done
+    )
 
 
-def batches_of(
-    samples: list[Transcript], config: TrainConfig, pad_id: int, policy: Policy
-) -> list[MicroBatch]:
-    """Return this rank's share of `samples`, the same on all ranks, in micro-batches on the device.
+def batches_of(samples: list[Transcript], batcher: Batcher) -> list[MicroBatch]:
+    """Return this rank's share of `samples`, the same on all ranks, in micro-batches.
     Collective.
     """
-    least, sizes = config.batch.shared_min, policy.work.of
-    prefixes = (
-        None
-        if least is None
-        else Prefixes.of([token_bytes(sample.input_ids) for sample in samples], least)
-    )
-    lengths = [len(sample.input_ids) for sample in samples]
-    shares = deal(lengths, sizes.tokens_worth, config.policy.sequence_parallel, prefixes)
+    shares = batcher.deal_samples(samples)
     with (
         agreed("reading the images of the samples")
         if any(sample.stored for sample in samples)
         else nullcontext()
     ):
         share = [samples[i].with_images() for i in shares[rank()]]
-    return make_batches(share, config, pad_id, policy.device, sizes.tokens_worth, sizes.image_token)
+    return batcher.micro_batches(share)
 
 
 def cross_entropy(tokens: int) -> LossFn:

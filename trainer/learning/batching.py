@@ -2,7 +2,8 @@
 every rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from heapq import heapreplace
 from typing import Any, NamedTuple
 
@@ -11,9 +12,12 @@ import torch
 from torch import Tensor
 
 from sharding.ranks import all_reduce_max, rank, world_size
+from trainer.config.schema import TrainConfig
+from trainer.learning.answers import Answer
 from trainer.learning.prefixes import Prefixes, token_bytes
+from trainer.learning.routes import engine_routes
 from trainer.policy.packing import make_layout
-from trainer.types import ImageSpan, MicroBatch, Sample, Trie
+from trainer.types import ImageSpan, MicroBatch, Policy, RouteFormat, Sample, Trie
 
 TABLE = 4
 """Most elements of a micro-batch's tables, as a multiple of the token budget. Tables are padded,
@@ -162,66 +166,217 @@ def _longest_first(lengths: list[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
+@dataclass(frozen=True)
+class Batcher:
+    """Divides a rank's samples into micro-batches: built once, it holds what is the same for all of
+    them.
+
+        batcher = Batcher.of(config, policy, pad_id)
+        shares = batcher.deal_answers(answers)  # which of a step's answers each rank trains on
+        ...  # each rank receives the samples of its share
+        batches = batcher.micro_batches(samples)
+
+    Attributes: token_budget: most tokens of a micro-batch. pad_id: the id of padding tokens.
+        device: the device of the micro-batches' tensors. packing: True: the budget is for real
+        tokens, which are laid end to end; False: for padded ones. ways: number of neighbouring
+        ranks with the same samples that share each micro-batch and its budget; 1 if padded. worth:
+        gives the work of a sequence of some length, in which packed micro-batches are made about
+        equal. image_token: number of tokens of the budget that each token of an image counts
+        besides itself (`ModelFlops`). It is multiplied by `ways`, since each rank has all images of
+        a micro-batch that it shares. shared_min: fewest tokens that sequences must have in common
+        for these to be computed, and count, once in a packed micro-batch (`batch.share_prefixes`);
+        None: every sequence is whole. routes: the format of the engine's routes; None: samples have
+        no routes of the engine's.
+    """
+
+    token_budget: int
+    pad_id: int
+    device: torch.device | str
+    packing: bool = False
+    ways: int = 1
+    worth: Callable[[int], int] = lambda length: length
+    image_token: float = 0.0
+    shared_min: int | None = None
+    routes: RouteFormat | None = None
+
+    @classmethod
+    def of(cls, config: TrainConfig, policy: Policy, pad_id: int) -> "Batcher":
+        """Return the batcher that a recipe describes, with the device, the sizes and the routes of
+        a policy.
+        """
+        sizes = policy.work.of
+        return cls(
+            token_budget=config.batch.tokens_per_micro_batch,
+            pad_id=pad_id,
+            device=policy.device,
+            packing=config.batch.packing,
+            ways=config.policy.sequence_parallel,
+            worth=sizes.tokens_worth,
+            image_token=sizes.image_token,
+            shared_min=config.batch.shared_min,
+            routes=engine_routes(config, policy),
+        )
+
+    def deal_answers(self, answers: Sequence[Answer]) -> list[list[int]]:
+        """Return the positions of the answers that each rank trains on, ascending (`deal`).
+        Collective.
+        """
+        prefixes = None if self.shared_min is None else Prefixes.of_answers(answers, self.shared_min)
+        return deal([answer.length for answer in answers], self.worth, self.ways, prefixes)
+
+    def deal_samples(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """Return what `deal_answers` does, of samples that are the same on all ranks. Not
+        collective.
+        """
+        prefixes = None
+        if self.shared_min is not None:
+            prefixes = Prefixes.of(
+                [token_bytes(sample.input_ids) for sample in samples], self.shared_min
+            )
+        return deal([len(sample.input_ids) for sample in samples], self.worth, self.ways, prefixes)
+
+    def micro_batches(self, samples: Sequence[Sample], count: int | None = None) -> list[MicroBatch]:
+        """Divide this rank's samples into `count` micro-batches, at least as many as the samples
+        need.
+
+        The rest are zero-weight micro-batches that take part in every collective, forward and
+        backward, and add nothing. Without a count, there are as many as the rank that needs most
+        has, and at least one; the call is then collective.
+        """
+        lengths = [self._counted(sample) for sample in samples]
+        units = [Unit([row], length, self.worth(length), length) for row, length in enumerate(lengths)]
+        prefixes = None
+        table = TABLE
+        if self.shared_min is not None and self.packing:
+            images = any(sample.images for sample in samples)
+            prefixes = Prefixes.of([_token_bytes(sample, images) for sample in samples], self.shared_min)
+            table = SHARED_TABLE
+            units = self._shared_units(prefixes, samples)
+        if self.packing:
+            groups = pack_units(units, self.token_budget, table)
+        else:
+            groups = pack_padded(lengths, self.token_budget)
+        if count is None:
+            count = max(1, int(all_reduce_max({"micro_batches": len(groups)})["micro_batches"]))
+        if count < len(groups):
+            raise ValueError(
+                f"{len(samples)} samples need {len(groups)} micro-batches, but only {count} are allowed"
+            )
+        if self.packing:
+            groups = self._level(groups, units, table, count)
+        batches = []
+        for group in groups:
+            rows, trie = _in_common([row for unit in group for row in units[unit].rows], prefixes)
+            batches.append(self._padded([samples[row] for row in rows], rows, trie))
+        filler = Sample(input_ids=[self.pad_id], loss_mask=[0], engine_logprobs=[0.0])
+        return batches + [self._padded([filler], []) for _ in range(count - len(groups))]
+
+    def _counted(self, sample: Sample) -> int:
+        """Return the tokens of the budget that a whole sample counts."""
+        return len(sample.input_ids) + self._images_worth(size for _, size in sample.image_spans)
+
+    def _images_worth(self, sizes: Iterable[int]) -> int:
+        """Return what the tokens of images of these sizes count besides themselves."""
+        return round(self.image_token * self.ways * sum(sizes))
+
+    def _shared_units(self, prefixes: Prefixes, samples: Sequence[Sample]) -> list[Unit]:
+        """Return units of sequences with a beginning in common, cut where they exceed the budget or
+        their table would.
+
+        Each of a unit's images counts once.
+        """
+
+        def unit_of(rows: list[int]) -> Unit:
+            pairs = [zip(samples[row].images, samples[row].image_spans, strict=True) for row in rows]
+            images = {image.digest: size for some in pairs for image, (_, size) in some}
+            tokens = prefixes.cost(rows) + self._images_worth(images.values())
+            longest = max(len(samples[row].input_ids) for row in rows)
+            return Unit(rows, tokens, prefixes.cost(rows, self.worth), longest)
+
+        def fits(rows: list[int]) -> bool:
+            unit = unit_of(rows)
+            return (
+                unit.tokens <= self.token_budget
+                and len(rows) * unit.longest <= SHARED_TABLE * self.token_budget
+            )
+
+        return list(map(unit_of, prefixes.units(fits)))
+
+    def _level(
+        self, groups: list[list[int]], units: list[Unit], table: int, count: int
+    ) -> list[list[int]]:
+        """Regroup units into `count` groups of about equal work, largest first, where budget and
+        table allow it.
+
+        Ranks wait for each other in every micro-batch, so it takes as long as the fullest one.
+        """
+        even = [group for group in assign_to_ranks([unit.work for unit in units], count) if group]
+        for some in ([units[i] for i in group] for group in even if len(group) > 1):
+            elements = sum(len(unit.rows) for unit in some) * max(unit.longest for unit in some)
+            if (
+                sum(unit.tokens for unit in some) > self.token_budget
+                or elements > table * self.token_budget
+            ):
+                even = groups
+        even = [sorted(group, key=lambda i: (-units[i].tokens, i)) for group in even]
+        return sorted(even, key=lambda group: -sum(units[i].tokens for i in group))
+
+    def _padded(self, samples: list[Sample], rows: list[int], trie: Trie | None = None) -> MicroBatch:
+        """Right-pad samples to the longest, and to at least two positions, so that there is always
+        a target column.
+        """
+        lengths = [len(sample.input_ids) for sample in samples]
+        width = max(2, *lengths)
+
+        def table(rows: list[list[Any]], fill: float, dtype: torch.dtype) -> Tensor:
+            padded = torch.full((len(rows), width), fill, dtype=dtype)
+            for line, row in zip(padded, rows, strict=True):
+                line[: len(row)] = torch.tensor(row, dtype=dtype)
+            return padded
+
+        mask = table([sample.loss_mask for sample in samples], 0.0, torch.float32)[:, 1:].contiguous()
+        logprobs = table([sample.engine_logprobs for sample in samples], 0.0, torch.float32)[
+            :, 1:
+        ].contiguous()
+        routes = [sample.routes for sample in samples if sample.routes is not None]
+        sizes = [max(1, length - 1) if self.packing else width - 1 for length in lengths]
+        ages = None
+        if any(sample.ages for sample in samples):
+            ages = table([sample.ages for sample in samples], 0, torch.uint8)[:, 1:]
+        layout = make_layout(mask, lengths, self.packing, self.ways, rank() % self.ways, trie)
+        if routes and trie is not None:
+            routes = [routes[node.row][node.begin : node.end] for node in trie[0]]
+            sizes = [node.end - node.begin for node in trie[0]]
+        joined = torch.cat(list(map(_stretched, routes, sizes))) if routes else None
+        if joined is not None and layout.pack is not None:
+            joined = layout.pack.local(_stretched(joined, sum(layout.pack.lengths)))
+        return MicroBatch(
+            input_ids=table([sample.input_ids for sample in samples], self.pad_id, torch.int64),
+            loss_mask=mask,
+            engine_logprobs=logprobs,
+            advantages=torch.zeros_like(mask),
+            lengths=lengths,
+            layout=layout,
+            rows=rows,
+            routes=joined,
+            ages=ages,
+            images=[span for row, sample in enumerate(samples) for span in _image_spans(row, sample)],
+        ).to(self.device)
+
+
 def micro_batches(
-    samples: list[Sample],
+    samples: Sequence[Sample],
     token_budget: int,
     pad_id: int,
     device: torch.device | str,
     count: int | None = None,
     packing: bool = False,
-    ways: int = 1,
-    worth: Callable[[int], int] = lambda length: length,
-    image_token: float = 0.0,
-    shared_min: int | None = None,
+    **settings: Any,
 ) -> list[MicroBatch]:
-    """Divide this rank's samples into micro-batches of at most `token_budget` tokens.
-
-    Args: samples: the samples of this rank. token_budget: most tokens of a micro-batch. pad_id: the
-        id of padding tokens. device: the device of the micro-batches' tensors. count: number of
-        micro-batches to return, at least as many as the samples need; the rest are zero-weight
-        micro-batches that take part in every collective, forward and backward, and add nothing.
-        None: the largest number that any rank needs, and at least one; the call is then collective.
-        packing: True: the budget is for real tokens, which are laid end to end; False: for padded
-        ones. ways: number of neighbouring ranks with the same samples that share each micro-batch
-        and its budget; 1 if padded. worth: gives the work of a sequence of some length, in which
-        packed micro-batches are made about equal. image_token: number of tokens of the budget that
-        each token of an image counts besides itself (`ModelFlops`). It is multiplied by `ways`,
-        since each rank has all images of a micro-batch that it shares. shared_min: fewest tokens
-        that sequences must have in common for these to be computed, and count, once in a packed
-        micro-batch (`batch.share_prefixes`); None: every sequence is whole.
+    """Divide this rank's samples into micro-batches without a recipe; `settings` are other fields
+    of `Batcher`.
     """
-    more = image_token * ways
-    lengths = [
-        len(sample.input_ids) + round(more * sum(n for _, n in sample.image_spans)) for sample in samples
-    ]
-    units = [Unit([row], length, worth(length), length) for row, length in enumerate(lengths)]
-    prefixes, table = None, TABLE
-    if shared_min is not None and packing:
-        images = any(sample.images for sample in samples)
-        prefixes, table = (
-            Prefixes.of([_token_bytes(sample, images) for sample in samples], shared_min),
-            SHARED_TABLE,
-        )
-        units = _shared_units(prefixes, samples, more, token_budget, worth)
-    groups = pack_units(units, token_budget, table) if packing else pack_padded(lengths, token_budget)
-    if count is None:
-        count = max(1, int(all_reduce_max({"micro_batches": len(groups)})["micro_batches"]))
-    if count < len(groups):
-        raise ValueError(
-            f"{len(samples)} samples need {len(groups)} micro-batches, but only {count} are allowed"
-        )
-    if packing:
-        groups = _level(groups, units, token_budget, table, count)
-
-    def padded(samples: list[Sample], rows: list[int], trie: Trie | None = None) -> MicroBatch:
-        return _pad(samples, rows, pad_id, packing, ways, trie).to(device)
-
-    batches = []
-    for group in groups:
-        rows, trie = _in_common([row for unit in group for row in units[unit].rows], prefixes)
-        batches.append(padded([samples[i] for i in rows], rows, trie))
-    filler = Sample(input_ids=[pad_id], loss_mask=[0], engine_logprobs=[0.0])
-    return batches + [padded([filler], []) for _ in range(count - len(groups))]
+    return Batcher(token_budget, pad_id, device, packing, **settings).micro_batches(samples, count)
 
 
 def _in_common(rows: list[int], prefixes: Prefixes | None) -> tuple[list[int], Trie | None]:
@@ -247,103 +402,6 @@ def _token_bytes(sample: Sample, images: bool) -> np.ndarray:
             digests[span.start : span.start + span.length] = list(bytes.fromhex(span.image.digest))
         inputs.append(digests)
     return token_bytes(sample.input_ids, *inputs)
-
-
-def _shared_units(
-    prefixes: Prefixes,
-    samples: list[Sample],
-    more: float,
-    token_budget: int,
-    worth: Callable[[int], int],
-) -> list[Unit]:
-    """Return units of sequences with a beginning in common, cut where they exceed the budget or
-    their table would.
-
-    `more` is what a token of an image counts besides itself; each of a unit's images counts once.
-    """
-
-    def unit_of(rows: list[int]) -> Unit:
-        pairs = [zip(samples[row].images, samples[row].image_spans, strict=True) for row in rows]
-        images = {image.digest: size for some in pairs for image, (_, size) in some}
-        tokens, longest = prefixes.cost(rows), max(len(samples[row].input_ids) for row in rows)
-        return Unit(
-            rows, tokens + round(more * sum(images.values())), prefixes.cost(rows, worth), longest
-        )
-
-    def fits(rows: list[int]) -> bool:
-        unit = unit_of(rows)
-        return unit.tokens <= token_budget and len(rows) * unit.longest <= SHARED_TABLE * token_budget
-
-    return list(map(unit_of, prefixes.units(fits)))
-
-
-def _level(
-    groups: list[list[int]], units: list[Unit], token_budget: int, table: int, count: int
-) -> list[list[int]]:
-    """Regroup units into `count` groups of about equal work, largest first, where budget and table
-    allow it.
-
-    Ranks wait for each other in every micro-batch, so it takes as long as the fullest one.
-    """
-    even = [group for group in assign_to_ranks([unit.work for unit in units], count) if group]
-    for some in ([units[i] for i in group] for group in even if len(group) > 1):
-        elements = sum(len(unit.rows) for unit in some) * max(unit.longest for unit in some)
-        if sum(unit.tokens for unit in some) > token_budget or elements > table * token_budget:
-            even = groups
-    even = [sorted(group, key=lambda i: (-units[i].tokens, i)) for group in even]
-    return sorted(even, key=lambda group: -sum(units[i].tokens for i in group))
-
-
-def _pad(
-    samples: list[Sample],
-    rows: list[int],
-    pad_id: int,
-    packed: bool,
-    ways: int,
-    trie: Trie | None = None,
-) -> MicroBatch:
-    """Right-pad samples to the longest, and to at least two positions, so that there is always a
-    target column.
-    """
-    lengths = [len(sample.input_ids) for sample in samples]
-    width = max(2, *lengths)
-
-    def table(rows: list[list[Any]], fill: float, dtype: torch.dtype) -> Tensor:
-        padded = torch.full((len(rows), width), fill, dtype=dtype)
-        for line, row in zip(padded, rows, strict=True):
-            line[: len(row)] = torch.tensor(row, dtype=dtype)
-        return padded
-
-    mask = table([sample.loss_mask for sample in samples], 0.0, torch.float32)[:, 1:].contiguous()
-    logprobs = table([sample.engine_logprobs for sample in samples], 0.0, torch.float32)[
-        :, 1:
-    ].contiguous()
-    routes = [sample.routes for sample in samples if sample.routes is not None]
-    sizes = [max(1, length - 1) if packed else width - 1 for length in lengths]
-    ages = (
-        table([sample.ages for sample in samples], 0, torch.uint8)[:, 1:]
-        if any(s.ages for s in samples)
-        else None
-    )
-    layout = make_layout(mask, lengths, packed, ways, rank() % ways, trie)
-    if routes and trie is not None:
-        routes = [routes[node.row][node.begin : node.end] for node in trie[0]]
-        sizes = [node.end - node.begin for node in trie[0]]
-    joined = torch.cat(list(map(_stretched, routes, sizes))) if routes else None
-    if joined is not None and layout.pack is not None:
-        joined = layout.pack.local(_stretched(joined, sum(layout.pack.lengths)))
-    return MicroBatch(
-        input_ids=table([sample.input_ids for sample in samples], pad_id, torch.int64),
-        loss_mask=mask,
-        engine_logprobs=logprobs,
-        advantages=torch.zeros_like(mask),
-        lengths=lengths,
-        layout=layout,
-        rows=rows,
-        routes=joined,
-        ages=ages,
-        images=[span for row, sample in enumerate(samples) for span in _image_spans(row, sample)],
-    )
 
 
 def _image_spans(row: int, sample: Sample) -> list[ImageSpan]:

@@ -4,7 +4,6 @@ rank trains on.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -19,8 +18,7 @@ from trainer.config.answer_age import longest_answer
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.learning.answers import Answer, exchange_samples, old_tokens, token_ages
-from trainer.learning.batching import deal, micro_batches
-from trainer.learning.prefixes import Prefixes
+from trainer.learning.batching import Batcher
 from trainer.learning.routes import checked_routes
 from trainer.types import MicroBatch, RouteFormat, Sample
 
@@ -196,65 +194,33 @@ class MiniBatch:
 
 
 def prepare(
-    portions: list[list[Group]],
-    config: TrainConfig,
-    pad_id: int,
-    device: torch.device,
-    routes: RouteFormat | None = None,
-    version: int | None = None,
-    worth: Callable[[int], int] = lambda length: length,  # the work of a sequence by its length
-    image_token: float = 0.0,  # see `micro_batches`
+    portions: list[list[Group]], config: TrainConfig, batcher: Batcher, version: int | None = None
 ) -> list[MiniBatch]:
     """Deal each portion's trajectories out to ranks and divide this rank's into micro-batches.
     Collective.
 
-    `version` is the policy's current version, if answers may have tokens of earlier ones. With
-    `routes`, samples have the engine's routes.
+    `version` is the policy's current version, if answers may have tokens of earlier ones.
 
     Counts are those of the masks that are trained on, which exclude filtered answers. Tokens that
     are left out later, since engine and trainer disagree on them or their entropy is low, get a
     loss of 0 and stay in the counts, as in the papers.
     """
+    filters = config.algorithm.overlong_filter
+    masks = config.rollout.old_tokens == "mask"
     answers = [[t for group in groups for episode in group for t in episode] for groups in portions]
-    shares = [deal_answers(portion, config, worth) for portion in answers]
-    filters, masks = config.algorithm.overlong_filter, config.rollout.old_tokens == "mask"
-    make = partial(to_sample, overlong_filter=filters, routes=routes, version=version, mask_old=masks)
-    samples = exchange_samples(answers, shares, make, routes)
+    shares = [batcher.deal_answers(portion) for portion in answers]
+    make = partial(
+        to_sample, overlong_filter=filters, routes=batcher.routes, version=version, mask_old=masks
+    )
+    samples = exchange_samples(answers, shares, make, batcher.routes)
     minibatches = []
     for groups, portion, by_rank, local in zip(portions, answers, shares, samples, strict=True):
-        batches = make_batches(local, config, pad_id, device, worth, image_token)
+        batches = batcher.micro_batches(local)
         for batch in batches:
             batch.rows = [by_rank[rank()][row] for row in batch.rows]
         tokens = [t.trainable(filters, masks) for t in portion]
         minibatches.append(MiniBatch(groups, batches, sum(tokens), sum(map(bool, tokens)), by_rank))
     return minibatches
-
-
-def deal_answers(
-    answers: list[Answer], config: TrainConfig, worth: Callable[[int], int]
-) -> list[list[int]]:
-    """Return the positions of the answers that each rank trains on, ascending (`deal`).
-    Collective.
-    """
-    least = config.batch.shared_min
-    prefixes = None if least is None else Prefixes.of_answers(answers, least)
-    return deal([answer.length for answer in answers], worth, config.policy.sequence_parallel, prefixes)
-
-
-def make_batches(
-    samples: list[Sample],
-    config: TrainConfig,
-    pad_id: int,
-    device: torch.device,
-    worth: Callable[[int], int],
-    image_token: float,
-) -> list[MicroBatch]:
-    """Divide this rank's samples into micro-batches as the recipe says (`micro_batches`).
-    Collective.
-    """
-    batch, ways = config.batch, config.policy.sequence_parallel
-    sizes = batch.tokens_per_micro_batch, pad_id, device, None, batch.packing, ways
-    return micro_batches(samples, *sizes, worth, image_token, batch.shared_min)
 
 
 def to_sample(

@@ -13,16 +13,9 @@ from trainer.config.answer_age import longest_answer
 from trainer.config.schema import TrainConfig
 from trainer.learning.answer_rows import TokenFigures, Watched
 from trainer.learning.answers import Answer, exchange_samples
+from trainer.learning.batching import Batcher
 from trainer.learning.credit import assign_credit, has_signal
-from trainer.learning.groups import (
-    Group,
-    MiniBatch,
-    deal_answers,
-    informative,
-    prepare,
-    split,
-    to_sample,
-)
+from trainer.learning.groups import Group, MiniBatch, informative, prepare, split, to_sample
 from trainer.learning.metrics import (
     Metrics,
     critic_metrics,
@@ -35,7 +28,7 @@ from trainer.learning.metrics import (
 )
 from trainer.learning.policy_loss import CriticLoss, PolicyLoss
 from trainer.learning.proof import first_few, try_shortcuts, undecided, with_decisions
-from trainer.learning.routes import engine_routes, routing_metrics
+from trainer.learning.routes import routing_metrics
 from trainer.policy.critic import Critic
 from trainer.policy.routing import balance, loads_of
 from trainer.policy.shortcuts import Shortcut
@@ -60,6 +53,7 @@ class Learner:
     shortcuts: dict[str, bool] = field(default_factory=dict)
     # True: the recipe asks for common beginnings, which are not left out then
     sharing_required: bool = False
+    batcher: Batcher = field(init=False)  # of `config`
     # The latest step's token figures; on rank 0
     watched: list[Watched] = field(default_factory=list, init=False)
 
@@ -67,7 +61,7 @@ class Learner:
         """Compute as an earlier session of the run has decided."""
         if self.sharing_required:
             self.shortcuts.pop(Shortcut.PREFIXES, None)  # to be tried again
-        self.config = with_decisions(self.config, self.shortcuts)
+        self._follow_decisions()
 
     def learn(self, answers: list[Answer], groups: list[Group], step: int) -> Metrics:
         """Train on the batch of step number `step`, from 1; return the step's figures, the same on
@@ -94,11 +88,7 @@ class Learner:
         self._prove_shortcuts([t for group in groups for episode in group for t in episode])
         config = self.config
         portions = split(groups, config.batch.updates_per_step)
-        routes, sizes = engine_routes(config, self.policy), self.policy.work.of
-        device, worth = self.policy.device, sizes.tokens_worth
-        minibatches = prepare(
-            portions, config, self.pad_id, device, routes, version, worth, sizes.image_token
-        )
+        minibatches = prepare(portions, config, self.batcher, version)
         metrics: Metrics = {}
         if (least := config.batch.shared_min) is not None:
             metrics |= share_metrics(minibatches, least)
@@ -119,7 +109,7 @@ class Learner:
             signal and any(t.sampled > t.old for group in groups for episode in group for t in episode)
         ):
             waiting = [] if version is None else self.untrained()
-            gap = gap_without_update([*answers, *waiting], self.policy, config, self.pad_id, version)
+            gap = gap_without_update([*answers, *waiting], self.policy, config, self.batcher, version)
         if signal:
             metrics |= self._update_policy(minibatches, step)
         if self.critic is not None and minibatches:
@@ -142,19 +132,23 @@ class Learner:
         if not shortcuts:
             return
         lengths = [answer.length for answer in answers]
-        shares = deal_answers(answers, self.config, self.policy.work.of.tokens_worth)
-        few = [first_few(share, lengths) for share in shares]
-        routes = engine_routes(self.config, self.policy)
+        few = [first_few(share, lengths) for share in self.batcher.deal_answers(answers)]
+        routes = self.batcher.routes
         [samples] = exchange_samples([answers], [few], partial(to_sample, routes=routes), routes)
         self.shortcuts |= try_shortcuts(
             shortcuts,
             samples,
             self.config,
             self.policy,
-            self.pad_id,
+            self.batcher,
             sharing_required=self.sharing_required,
         )
+        self._follow_decisions()
+
+    def _follow_decisions(self) -> None:
+        """Compute from now on as was decided on shortcuts so far."""
         self.config = with_decisions(self.config, self.shortcuts)
+        self.batcher = Batcher.of(self.config, self.policy, self.pad_id)
 
     @property
     def _shared_critic(self) -> bool:

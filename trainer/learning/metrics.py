@@ -22,10 +22,10 @@ from trainer.config.machine import resolve_device
 from trainer.config.schema import AlgorithmConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.learning.answers import Answer, exchange_samples
-from trainer.learning.groups import MiniBatch, deal_answers, make_batches, to_sample
+from trainer.learning.batching import Batcher
+from trainer.learning.groups import MiniBatch, to_sample
 from trainer.learning.policy_loss import split_by_age
 from trainer.learning.prefixes import Prefixes, token_bytes
-from trainer.learning.routes import engine_routes
 from trainer.types import Policy, UpdateStats
 
 Metrics = dict[str, float]
@@ -150,7 +150,11 @@ def _gap_trials(config: TrainConfig) -> Iterator[str]:
 
 
 def gap_without_update(
-    answers: list[Answer], policy: Policy, config: TrainConfig, pad_id: int, version: int | None = None
+    answers: list[Answer],
+    policy: Policy,
+    config: TrainConfig,
+    batcher: Batcher,
+    version: int | None = None,
 ) -> Metrics:
     """Return `engine_gap` of a step without an update, measured on `GAP_ANSWERS` answers spread
     over the step. Collective.
@@ -162,13 +166,10 @@ def gap_without_update(
     chosen = sampled[:: max(1, math.ceil(len(sampled) / GAP_ANSWERS))]
     if not chosen:
         return {}
-    sizes = policy.work.of
-    shares = deal_answers(chosen, config, sizes.tokens_worth)
-    routes = engine_routes(config, policy)
-    [samples] = exchange_samples(
-        [chosen], [shares], partial(to_sample, routes=routes, version=version), routes
-    )
-    batches = make_batches(samples, config, pad_id, policy.device, sizes.tokens_worth, sizes.image_token)
+    shares = batcher.deal_answers(chosen)
+    make = partial(to_sample, routes=batcher.routes, version=version)
+    [samples] = exchange_samples([chosen], [shares], make, batcher.routes)
+    batches = batcher.micro_batches(samples)
     outputs = policy.score(batches, config.sampling.temperature)
     gaps = [
         split_by_age(batch, output.logprobs)[0] for output, batch in zip(outputs, batches, strict=True)

@@ -13,6 +13,7 @@ step's update.
 """
 
 from bisect import bisect_right
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -22,7 +23,7 @@ from sharding.ranks import all_reduce_max, all_reduce_sum
 from trainer.config.schema import TrainConfig
 from trainer.distributed import say
 from trainer.errors import UserError
-from trainer.learning.groups import make_batches
+from trainer.learning.batching import Batcher
 from trainer.policy.shortcuts import Shortcut, leave_out, without
 from trainer.types import MicroBatch, Policy, Sample
 
@@ -53,11 +54,8 @@ def with_decisions(config: TrainConfig, decisions: dict[str, bool]) -> TrainConf
     """
     refused = {Shortcut(name) for name, stays in decisions.items() if not stays}
     leave_out(refused)
-    return without_sharing(config) if Shortcut.PREFIXES in refused else config
-
-
-def without_sharing(config: TrainConfig) -> TrainConfig:
-    """Return the recipe with `batch.share_prefixes: false`."""
+    if Shortcut.PREFIXES not in refused:
+        return config
     batch = config.batch.model_copy(update={"share_prefixes": False})
     return config.model_copy(update={"batch": batch})
 
@@ -80,7 +78,7 @@ def try_shortcuts(
     samples: list[Sample],
     config: TrainConfig,
     policy: Policy,
-    pad_id: int,
+    batcher: Batcher,
     *,
     sharing_required: bool = False,
 ) -> dict[str, bool]:
@@ -91,8 +89,8 @@ def try_shortcuts(
     from the result. Weights, gradients and random states are as before. With `sharing_required`,
     raises UserError on all ranks if common beginnings are wrong.
     """
-    batches = batches_of(samples, config, policy, pad_id)
-    whole = batches_of(samples, without_sharing(config), policy, pad_id)
+    batches = batcher.micro_batches(samples)
+    whole = replace(batcher, shared_min=None).micro_batches(samples)
     trees = [
         batch
         for batch in batches
@@ -133,14 +131,6 @@ def try_shortcuts(
             "up to rounding"
         )
     return decisions
-
-
-def batches_of(
-    samples: list[Sample], config: TrainConfig, policy: Policy, pad_id: int
-) -> list[MicroBatch]:
-    """Return this rank's samples in micro-batches as the recipe makes them. Collective."""
-    sizes = policy.work.of
-    return make_batches(samples, config, pad_id, policy.device, sizes.tokens_worth, sizes.image_token)
 
 
 def first_few(rows: list[int], lengths: list[int]) -> list[int]:

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -16,6 +15,7 @@ from generation.rollouts.episodes import CarriedGroup
 from generation.rollouts.tools import ToolLimits, ToolRunner, make_tool, parse_hermes, tools_by_name
 from generation.trajectory import Trajectory
 from sharding.ranks import RemoteError
+from tests.support.learning_steps import make_batcher
 from tests.support.pictures import images, picture
 from trainer.commands.sft import batches_of
 from trainer.commands.sft_rows import Transcripts, load_transcripts
@@ -271,9 +271,8 @@ def test_a_warm_start_has_the_images_of_its_rows_where_rollouts_have_them(
     learned = [token for token, mine in zip(second.input_ids, second.loss_mask, strict=True) if mine]
     assert tokenizer.decode(learned) == "a star<|im_end|>" * 2
     assert first.images == second.images == ()  # read when they are trained
-    sizes = SimpleNamespace(tokens_worth=lambda count: count, image_token=0.0)
-    policy: Any = SimpleNamespace(work=SimpleNamespace(of=sizes), device="cpu")
-    batches = batches_of(data.samples, config, 0, policy)
+    batcher = make_batcher(config)
+    batches = batches_of(data.samples, batcher)
     places = [(place.image.digest, place.length) for batch in batches for place in batch.images]
     assert sorted(places) == sorted(
         (image.digest, rules.processor.tokens(image.size)) for image in pictures
@@ -282,7 +281,7 @@ def test_a_warm_start_has_the_images_of_its_rows_where_rollouts_have_them(
     with pytest.raises(
         (UserError, RemoteError), match="image 1 of row 0 of .* has changed since the data were read"
     ):
-        batches_of(data.samples, config, 0, policy)
+        batches_of(data.samples, batcher)
     assert warm_start(folder, tiny_vlm(), *rows)[1].fingerprint() != data.fingerprint()
 
 

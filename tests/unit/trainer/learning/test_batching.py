@@ -7,7 +7,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trainer.learning.batching import TABLE, assign_to_ranks, micro_batches, pack, pack_padded
+from tests.support.learning_steps import TablePolicy, make_config
+from trainer.learning.batching import TABLE, Batcher, assign_to_ranks, micro_batches, pack, pack_padded
 from trainer.policy.packing import make_layout
 from trainer.types import Sample
 
@@ -217,3 +218,26 @@ def test_right_padding_needs_no_attention_mask() -> None:
         together = model(padded.input_ids).logits
         alone = model(torch.tensor([sample(5, 1).input_ids])).logits
     torch.testing.assert_close(together[padded.rows.index(0), :5], alone[0], atol=1e-6, rtol=0)
+
+
+def test_a_batcher_follows_the_recipe_and_the_policy() -> None:
+    batch = {
+        "tokens_per_micro_batch": 12,
+        "packing": True,
+        "share_prefixes": True,
+        "shared_tokens_min": 3,
+    }
+    config = make_config(batch=batch)
+    policy = TablePolicy()
+    samples = [sample(length, first) for length in (5, 7, 9, 11) for first in (1, 2)]
+    made = Batcher.of(config, policy, pad_id=4).micro_batches(samples)  # type: ignore[arg-type]
+    sizes = policy.work.of
+    wanted = micro_batches(samples, 12, 4, "cpu", None, True, worth=sizes.tokens_worth, shared_min=3)
+    assert [b.rows for b in made] == [b.rows for b in wanted] and len(made) > 1
+    for one, other in zip(made, wanted, strict=True):
+        assert torch.equal(one.input_ids, other.input_ids) and torch.equal(
+            one.loss_mask, other.loss_mask
+        )
+    assert any(batch.layout.pack is not None and batch.layout.pack.tree is not None for batch in made)
+    padded = make_config(batch={"packing": False, "share_prefixes": False})
+    assert all(b.layout.pack is None for b in Batcher.of(padded, policy, 4).micro_batches(samples))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from generation.trajectory import Trajectory, by_episode
-from tests.support.learning_steps import as_answers, make_config, random_step
+from tests.support.learning_steps import as_answers, make_batcher, make_config, random_step
 from trainer.config.answer_age import longest_answer
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
@@ -17,7 +17,6 @@ from trainer.learning.groups import MiniBatch, informative, make_groups, prepare
 from trainer.learning.learner import mark_high_entropy
 from trainer.types import Outputs
 
-CPU = torch.device("cpu")
 IN_REWARD = {"kl_coef": 0.1, "kl_estimator": "k1", "kl_in": "reward"}
 WEIGHTS = {"a": 1.0, "b": 0.5}
 
@@ -27,7 +26,7 @@ def credited(
 ) -> list[tuple[Trajectory, list[float], dict]]:
     """Return each answer with the advantages of its response's tokens, and the batch's other columns."""
     generator = torch.Generator().manual_seed(7)
-    minibatches = prepare(split(make_groups(as_answers(step)), parts), config, 0, CPU)
+    minibatches = prepare(split(make_groups(as_answers(step)), parts), config, make_batcher(config))
     for minibatch in minibatches:
         for batch in minibatch.batches:
             batch.old_logprobs, batch.ref_logprobs, batch.old_values = (
@@ -312,7 +311,7 @@ def test_a_token_over_the_margin_costs_little_with_rewards_normalised_apart() ->
     ]
     algorithm = {"combine_rewards": "normalize_then_sum", "overlong_margin": 0.8}
     config = make_config(algorithm=algorithm, sampling={"max_tokens": 1000})
-    minibatches = prepare([make_groups(as_answers(step))], config, 0, CPU)
+    minibatches = prepare([make_groups(as_answers(step))], config, make_batcher(config))
     assign_credit(minibatches, config, {"a": 1.0})
     got = [advantages[0] for _, advantages, _ in _answers(minibatches[0])]
     penalties = relative([-1 / 800, *[0.0] * 7], False)
@@ -395,7 +394,7 @@ def test_a_group_of_equal_rewards_has_no_advantages() -> None:
     for advantage in ("group", "leave_one_out", "max_rl", "reinforce_pp", "reinforce_pp_baseline"):
         config = make_config(algorithm={"advantage": advantage})
         for step in (alike, alike[:1], [alike[0], alike[3]], []):
-            minibatches = prepare(split(make_groups(as_answers(step)), 1), config, 0, CPU)
+            minibatches = prepare(split(make_groups(as_answers(step)), 1), config, make_batcher(config))
             assign_credit(minibatches, config, {})
             assert not has_signal(minibatches), advantage
 
@@ -404,7 +403,7 @@ def test_cut_off_answers_are_compared_but_not_trained_on() -> None:
     step = [Trajectory(0, s, [1], [2, 3], [1, 1], [-1.0] * 2, reward=float(s)) for s in range(3)]
     step[0].finish_reason = "length"
     config = make_config(algorithm={"overlong_filter": True, "normalize_std": False})
-    (minibatch,) = prepare(split(make_groups(as_answers(step)), 1), config, 0, CPU)
+    (minibatch,) = prepare(split(make_groups(as_answers(step)), 1), config, make_batcher(config))
     assert (minibatch.tokens, minibatch.sequences) == (4, 2)
     assign_credit([minibatch], config, {})
     (batch,) = minibatch.batches
@@ -434,7 +433,7 @@ def test_model_outputs_for_masked_tokens_do_not_affect_credit(
         generator = torch.Generator().manual_seed(7)
         config = make_config(algorithm=algorithm)
         minibatches = prepare(
-            split(make_groups(as_answers(random_step(3, 3, seed=8))), 2), config, 0, CPU
+            split(make_groups(as_answers(random_step(3, 3, seed=8))), 2), config, make_batcher(config)
         )
         batches = [batch for minibatch in minibatches for batch in minibatch.batches]
         for batch in batches:
@@ -462,7 +461,7 @@ def test_model_outputs_for_masked_tokens_do_not_affect_credit(
 def test_a_step_with_only_masked_tokens_has_no_signal() -> None:
     alike = [one_turn(s, 2 + s, reward=1.0) for s in range(2)]
     config = make_config()
-    minibatches = prepare([make_groups(as_answers(alike))], config, 0, CPU)
+    minibatches = prepare([make_groups(as_answers(alike))], config, make_batcher(config))
     assign_credit(minibatches, config, {})
     for batch in minibatches[0].batches:
         batch.advantages = torch.where(batch.loss_mask.bool(), batch.advantages, float("nan"))

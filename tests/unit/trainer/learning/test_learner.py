@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from generation.trajectory import Trajectory
-from tests.support.learning_steps import as_answers, as_step, on_ranks
+from tests.support.learning_steps import as_answers, as_step, make_batcher, on_ranks
 from trainer.config.schema import TrainConfig
 from trainer.learning import Learner, rollout_metrics
 from trainer.learning.groups import make_groups, prepare, split, to_sample
@@ -187,7 +187,7 @@ def test_the_first_token_is_not_counted_without_a_prompt_to_predict_it() -> None
     answers = [
         Trajectory(0, s, [], [7] * n, [1] * n, [-1.0] * n, reward=float(s)) for s, n in enumerate((1, 3))
     ]
-    minibatch = prepare([make_groups(as_answers(answers))], config(), PAD, torch.device("cpu"))[0]
+    [minibatch] = prepare([make_groups(as_answers(answers))], config(), make_batcher(config()))
     trained = [mask.sum().item() for batch in minibatch.batches for mask in batch.loss_mask]
     assert minibatch.tokens == sum(trained) == 2 and minibatch.sequences == sum(map(bool, trained)) == 1
 
