@@ -2,11 +2,11 @@
 
     groups        answers by prompt, without failed ones; their rewards, shaped by length; the
                   batch of each optimizer step, and each rank's share of it
+    batching      the micro-batches of a rank's share
     credit        an advantage for every token
     policy_loss   the loss of one optimizer step, for the policy and for the critic
-    metrics       a step's figures
+    metrics       a step's metrics
     learner       one step's learning, from top to bottom
-    dynamic       the prompts that a step samples, and the groups that it trains on
 
 Every rank has a summary of all answers (`answers`). Each rank therefore computes by itself, without
 a collective, what concerns the whole step, unless it depends on tokens or on a model's outputs for

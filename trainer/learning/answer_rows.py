@@ -69,12 +69,12 @@ def of_many_prompts(answers: Sequence[Answer], count: int) -> list[Answer]:
 
 
 def failure_lines(
-    answers: Sequence[Answer], figures: dict[str, float], fate: str = "are left out"
+    answers: Sequence[Answer], metrics: dict[str, float], fate: str = "are left out"
 ) -> Iterator[str]:
     """Yield a line about answers on which reward functions failed, with their `fate`, and one about
     other failures.
 
-    A third one says that all functions abstained from every answer. `figures` are the
+    A third one says that all functions abstained from every answer. `metrics` have the
     `reward_errors` of the answers.
     """
     if misjudged := [answer for answer in answers if answer.misjudged]:
@@ -82,7 +82,7 @@ def failure_lines(
         first = misjudged[0].misjudged[:200]
         named = [
             (key.partition("/errors/")[2], count)
-            for key, count in figures.items()
+            for key, count in metrics.items()
             if "reward/errors/" in key
         ]
         counts = ", ".join(f"{name} {count:.0f}" for name, count in named)
@@ -136,18 +136,18 @@ def _decoded(ids: list[int], tokenizer: PreTrainedTokenizerBase, marks: bool) ->
 
 @dataclass
 class Watched:
-    """The tokens of one trajectory with their figures; K is the number of tokens from the first
+    """The tokens of one trajectory with their metrics; K is the number of tokens from the first
     trained one on.
     """
 
     answer: Answer
     ids: list[int] = field(default_factory=list)  # [K]
     # [K] for each; None where nothing was trained
-    figures: dict[str, list[float | None]] = field(default_factory=dict)
+    metrics: dict[str, list[float | None]] = field(default_factory=dict)
 
 
-class TokenFigures:
-    """Collects, on rank 0, token figures of the first trajectories that it trains on in a step, in
+class TokenMetrics:
+    """Collects, on rank 0, token metrics of the first trajectories that it trains on in a step, in
     the first pass.
 
     It only reads: results are the same with and without it. On other ranks it does nothing.
@@ -163,7 +163,7 @@ class TokenFigures:
             self._wanted = {number: Watched(answers[number]) for number in share[:count]}
 
     def note(self, batch: MicroBatch, outputs: Outputs) -> None:
-        """Keep the figures of chosen trajectories in a micro-batch; tensors stay on the device
+        """Keep the metrics of chosen trajectories in a micro-batch; tensors stay on the device
         until `take`.
         """
         for row, number in enumerate(batch.rows):
@@ -192,7 +192,7 @@ class TokenFigures:
             watched.ids = ids[part]
             for name, values in (("gap", gaps), ("entropy", entropy), ("advantage", advantages)):
                 pairs = zip(values[part], mask[part], strict=True)
-                watched.figures[name] = [value if trained else None for value, trained in pairs]
+                watched.metrics[name] = [value if trained else None for value, trained in pairs]
         return [watched for watched, _ in self._noted]
 
 
@@ -203,7 +203,7 @@ def token_rows(
     return [
         {"prompt_id": prompts[trace.answer.prompt_index].id, "sample": trace.answer.sample_index}
         | {"reward": trace.answer.reward, "tokens": [_text(token, tokenizer) for token in trace.ids]}
-        | {name: [_rounded(value) for value in values] for name, values in trace.figures.items()}
+        | {name: [_rounded(value) for value in values] for name, values in trace.metrics.items()}
         for trace in watched
     ]
 

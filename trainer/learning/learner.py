@@ -1,4 +1,4 @@
-"""The learning of one step, from top to bottom: groups, scores, credit, updates, figures."""
+"""The learning of one step, from top to bottom: groups, scores, credit, updates, metrics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from sharding.ranks import sum_counts
 from trainer.algorithms.losses import entropy_threshold, high_entropy_mask
 from trainer.config.answer_age import longest_answer
 from trainer.config.schema import TrainConfig
-from trainer.learning.answer_rows import TokenFigures, Watched
+from trainer.learning.answer_rows import TokenMetrics, Watched
 from trainer.learning.answers import Answer, exchange_samples
 from trainer.learning.batching import Batcher
 from trainer.learning.credit import assign_credit, has_signal
@@ -54,7 +54,7 @@ class Learner:
     # True: the recipe asks for common beginnings, which are not left out then
     sharing_required: bool = False
     batcher: Batcher = field(init=False)  # of `config`
-    # The latest step's token figures; on rank 0
+    # The latest step's token metrics; on rank 0
     watched: list[Watched] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Learner:
         self._follow_decisions()
 
     def learn(self, answers: list[Answer], groups: list[Group], step: int) -> Metrics:
-        """Train on the batch of step number `step`, from 1; return the step's figures, the same on
+        """Train on the batch of step number `step`, from 1; return the step's metrics, the same on
         all ranks.
 
         `groups` are the groups of the answers (`make_groups`).
@@ -75,7 +75,7 @@ class Learner:
         groups are, no model learns.
 
         There are as many updates as the recipe asks for, or one per group if fewer groups are left.
-        The figure `updates` counts the policy's updates.
+        The metric `updates` counts the policy's updates.
         """
         config = self.config
         if config.algorithm.drop_zero_variance:
@@ -197,10 +197,10 @@ class Learner:
         routing = self.policy.routing
         if routing is not None:
             routing.take_counts()  # drops the counts of passes before the first update
-        figures = TokenFigures(self.config.tracking.tokens_per_step, minibatches)
+        token_metrics = TokenMetrics(self.config.tracking.tokens_per_step, minibatches)
         for minibatch, progress in self._passes(minibatches, step):
             loss = PolicyLoss(
-                algorithm, minibatch, longest, figures if minibatch is minibatches[0] else None
+                algorithm, minibatch, longest, token_metrics if minibatch is minibatches[0] else None
             )
             if algorithm.balance_coef and routing is not None:
                 loads = sum_counts(loads_of(minibatch.batches, routing.format))
@@ -209,7 +209,7 @@ class Learner:
             if len(updates) <= len(minibatches):
                 gaps += loss.gaps
                 old += loss.old
-        self.watched = figures.take()
+        self.watched = token_metrics.take()
         if routing is not None:
             routing.pull = None
         stale = stale_metrics(old) if self.config.rollout.ages else {}

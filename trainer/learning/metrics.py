@@ -1,4 +1,4 @@
-"""A step's figures: those of its trajectories, of its updates, and of the gap between trainer and
+"""A step's metrics: those of its trajectories, of its updates, and of the gap between trainer and
 engine.
 """
 
@@ -328,11 +328,13 @@ def rollout_metrics(answers: list[Answer]) -> Metrics:
     parts = [
         part for t in last if t.trajectory is not None for part in t.trajectory.reward_parts.items()
     ]
-    figures = [
-        figure for t in sampled if t.trajectory is not None for figure in t.trajectory.metrics.items()
+    reported = [
+        metric for t in sampled if t.trajectory is not None for metric in t.trajectory.metrics.items()
     ]
     tools = [
-        figure for figure in figures if figure[0].startswith(("tools/", "server/", "client/", "length/"))
+        metric
+        for metric in reported
+        if metric[0].startswith(("tools/", "server/", "client/", "length/"))
     ]
     rewards_by_name = {
         f"reward/{name}": total / number for name, (total, number) in named_sums(parts).items()
@@ -353,10 +355,10 @@ def reward_errors(answers: list[Answer]) -> Metrics:
     """Count the answers on which reward functions failed, by reward/errors/FUNCTION/KIND.
     Collective.
     """
-    figures = [
-        figure for t in answers if t.trajectory is not None for figure in t.trajectory.metrics.items()
+    reported = [
+        metric for t in answers if t.trajectory is not None for metric in t.trajectory.metrics.items()
     ]
-    errors = named_sums(figure for figure in figures if figure[0].startswith("reward/errors/"))
+    errors = named_sums(metric for metric in reported if metric[0].startswith("reward/errors/"))
     return {name: total for name, (total, _) in errors.items()}
 
 

@@ -10,7 +10,7 @@ from trainer.algorithms import corrections, kl, losses
 from trainer.algorithms.aggregation import token_mean_weights, weights
 from trainer.algorithms.losses import clipped_value_loss, log_ratio
 from trainer.config.schema import AlgorithmConfig
-from trainer.learning.answer_rows import TokenFigures
+from trainer.learning.answer_rows import TokenMetrics
 from trainer.learning.groups import MiniBatch
 from trainer.types import MicroBatch, Outputs
 
@@ -32,14 +32,14 @@ class PolicyLoss:
         config: AlgorithmConfig,
         minibatch: MiniBatch,
         longest: int,
-        figures: TokenFigures | None = None,
+        metrics: TokenMetrics | None = None,
     ) -> None:
         """Make the loss of one optimizer step.
 
         `longest` is the number of tokens of the longest possible answer, for the aggregation
-        fixed_length. `figures` notes every micro-batch.
+        fixed_length. `metrics` notes every micro-batch.
         """
-        self._figures = figures
+        self._token_metrics = metrics
         # The results of `split_by_age` for all micro-batches: tokens of the current version, and
         # those of older ones.
         self.gaps: list[tuple[Tensor, Tensor]] = []
@@ -53,8 +53,8 @@ class PolicyLoss:
 
     def __call__(self, batch: MicroBatch, outputs: Outputs) -> tuple[Tensor, Sums]:
         batch, outputs = only_trained(batch, batch.loss_mask), only_trained(outputs, batch.loss_mask)
-        if self._figures is not None:
-            self._figures.note(batch, outputs)
+        if self._token_metrics is not None:
+            self._token_metrics.note(batch, outputs)
         config, mask, logprobs = self._config, batch.loss_mask, outputs.logprobs
         # With a single update nothing has changed yet, so this forward pass has the old
         # log-probabilities.
@@ -158,7 +158,7 @@ class CriticLoss:
         self._tokens = minibatch.tokens
 
     def __call__(self, batch: MicroBatch, values: Tensor) -> tuple[Tensor, Sums]:
-        """Return the loss and its figures; `values` [B, T-1] carry the gradient."""
+        """Return the loss and its sums; `values` [B, T-1] carry the gradient."""
         batch, mask = only_trained(batch, batch.loss_mask), batch.loss_mask
         assert batch.old_values is not None and batch.returns is not None
         values, goal = torch.where(mask.bool(), values, 0.0), batch.returns

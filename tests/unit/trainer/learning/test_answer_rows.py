@@ -81,10 +81,10 @@ def test_each_token_has_the_figures_of_the_pass_before_the_update(
         ids, figures = expected(step, answer)
         assert answer.ids == ids
         for name, values in figures.items():
-            assert answer.figures[name] == [
+            assert answer.metrics[name] == [
                 None if v is None else pytest.approx(v, abs=1e-5) for v in values
             ], name
-    assert any(None in answer.figures["gap"] for answer in watched)  # tokens of tools are among them
+    assert any(None in answer.metrics["gap"] for answer in watched)  # tokens of tools are among them
     config = config.model_copy(
         update={"tracking": config.tracking.model_copy(update={"tokens_per_step": 0})}
     )
