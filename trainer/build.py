@@ -5,6 +5,7 @@ path.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,7 +14,7 @@ from generation.engine.allocator import plain_segments
 from generation.engine.engine import Leader
 from generation.importing import load
 from sharding.manager import ShardingManager
-from sharding.ranks import EVERYBODY, rank, world_size
+from sharding.ranks import EVERYBODY, RemoteError, is_main, rank, world_size
 from sharding.remote.orders import RemoteEngines
 from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource, MergingWeightSource, ShardedSource, one_piece
@@ -25,7 +26,7 @@ from trainer.config.schema import TrainConfig
 from trainer.config.sync_ways import way
 from trainer.distributed import destroy_process_group, init_process_group, say, store
 from trainer.engines import rank_device
-from trainer.learning.learner import updates_asked
+from trainer.learning.learner import Learner, updates_asked
 from trainer.policy import FrozenPolicy, Policy, Scorer, make_policy
 from trainer.policy.buffers import sent_buffers
 from trainer.policy.critic import Critic, make_critic
@@ -33,12 +34,17 @@ from trainer.policy.hf_format import checkpoint_views
 from trainer.policy.lora import BaseOfPolicy, adapter_format, factors, is_adapter, low_rank, peft_name
 from trainer.rollouts.answer_source import Source
 from trainer.rollouts.carried import CarriedPool
+from trainer.rollouts.journal import Journal
 from trainer.rollouts.local import LocalSource
 from trainer.rollouts.pool import EpisodePool, Pool
 from trainer.rollouts.remote import RemoteSource
-from trainer.rollouts.round import read_groups
-from trainer.run import processes
+from trainer.rollouts.round import Order, read_groups
+from trainer.rollouts.step_batch import StepBatch
+from trainer.run import checkpoint, processes
+from trainer.run.keeper import Keeper, late_to_leave, make_run_tracker
 from trainer.run.lock import RunLock
+from trainer.run.meters import PhaseMeter, StepProfiler
+from trainer.run.tracking import NullTracker
 from trainer.run.watchdog import Watchdog
 from trainer.start import Start
 
@@ -66,6 +72,89 @@ def joined(config: TrainConfig, lock: RunLock | None) -> Iterator[Watchdog]:
         processes.install_signal_handlers(watchdog.current_phase)
         yield watchdog
     destroy_process_group()
+
+
+@dataclass
+class Run:
+    """The parts of a run on a training rank, besides what it started with: models, the weight path,
+    answers, records.
+
+    Attributes:
+        tenants: models besides the policy that can leave GPU memory during a generation shift.
+        produce: `source.produce`, or that of a journal in front of it.
+    """
+
+    policy: Policy
+    tenants: list[Critic]
+    learner: Learner
+    sharding: ShardingManager | RemoteEngines
+    source: Source
+    produce: Callable[[Order], StepBatch]
+    keeper: Keeper
+    tracker: NullTracker
+    meter: PhaseMeter
+    profiler: StepProfiler
+
+
+def build_run(start: Start, watchdog: Watchdog, resources: ExitStack) -> Run:
+    """Build the parts of a run on a training rank, and load its checkpoint, if any. Collective.
+
+    `resources` closes the parts in the end.
+    """
+    config = start.config
+    device = rank_device(config)
+    start.screen.note(f"loading {config.model.path} for training")
+    policy, reference, critic = build_models(config, device)
+    tenants = [critic] if critic is not None else []
+    sharding = resources.enter_context(closing(build_sharding(config, policy, start.leader)))
+    if isinstance(sharding, ShardingManager):  # remote engines are not started again
+        start.restarts.sharding = sharding
+        try:
+            sharding.connect()
+        except RemoteError as failure:
+            start.restarts.after(failure, policy, *tenants)
+    source = build_source(
+        start, sharding, resources, give_up=partial(late_to_leave, config.checkpoint, watchdog)
+    )
+    produce = source.produce
+    if config.checkpoint.rollouts:
+        produce = Journal(source, config, start.identity).produce
+    learner = Learner(
+        config,
+        policy,
+        reference,
+        start.tokenizer.pad_token_id,
+        start.rewards.weights,
+        critic=critic,
+        untrained=source.untrained,
+        shortcuts=start.state.shortcuts,
+        sharing_required=start.sharing_required,
+    )
+    parts: checkpoint.Parts = (
+        {"policy": policy} if critic is None else {"policy": policy, "critic": critic}
+    )
+    if start.checkpoint is not None:
+        checkpoint.load(start.checkpoint, parts)
+    carried = source.carried  # packs the answers that have not been trained on yet
+    keeper = Keeper(config, watchdog, start.state, parts=parts, identity=start.identity, carried=carried)
+    resources.enter_context(closing(keeper))
+    tracker = resources.enter_context(closing(make_run_tracker(config, start.state)))
+    models = [model for model in (policy, reference, critic) if model is not None]
+    works = {id(model.work): model.work for model in models}  # a LoRA base shares its policy's
+    return Run(
+        policy=policy,
+        tenants=tenants,
+        learner=learner,
+        sharding=sharding,
+        source=source,
+        produce=produce,
+        keeper=keeper,
+        tracker=tracker,
+        meter=PhaseMeter(config, device, start.leader, watchdog, *works.values()),
+        profiler=StepProfiler(
+            config.run.profile, config.run.folder / "profile", device, enabled=is_main()
+        ),
+    )
 
 
 def build_models(

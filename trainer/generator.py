@@ -21,6 +21,7 @@ from trainer.rollouts.remote import send_rounds
 from trainer.rollouts.round import GIVEN_UP, Order, Round
 from trainer.run import processes
 from trainer.run.checkpoint import random_states, restore_random_states
+from trainer.run.keeper import late_to_leave
 from trainer.run.meters import PhaseMeter
 from trainer.run.watchdog import Watchdog
 from trainer.start import begin
@@ -39,7 +40,7 @@ def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> C
 
     def late() -> bool:
         # never with a lag: the checkpoint needs these answers, since their weights will be gone
-        return not config.rollout.lag and watchdog.called_for() > config.checkpoint.grace_s / 2
+        return not config.rollout.lag and late_to_leave(config.checkpoint, watchdog)
 
     source = build_local_source(start, resources, late)
     meter = PhaseMeter(config, rank_device(config), start.leader, watchdog)

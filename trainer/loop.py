@@ -9,34 +9,28 @@ import gc
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 from generation.engine.sampling import NotFiniteError
-from sharding.manager import ShardingManager
-from sharding.ranks import RemoteError, is_main, world_size
+from sharding.ranks import RemoteError, world_size
 from sharding.report import SyncReport
-from trainer.build import build_models, build_sharding, build_source
+from trainer.build import build_run
 from trainer.config.schema import TrainConfig
-from trainer.engines import rank_device
 from trainer.evaluation import evaluation_metrics
-from trainer.learning import Learner, Metrics, reward_errors, rollout_metrics
+from trainer.learning import Metrics, reward_errors, rollout_metrics
 from trainer.learning.answer_rows import answer_rows, failure_lines, of_many_prompts, token_rows
 from trainer.learning.answers import Answer
 from trainer.learning.metrics import check_first_gap
-from trainer.rollouts.journal import Journal
 from trainer.rollouts.local import random_states_kept
 from trainer.rollouts.pool import StepAbandoned
 from trainer.rollouts.round import Order
 from trainer.rollouts.step_batch import StepBatch
-from trainer.run.checkpoint import load
 from trainer.run.finish import export_and_report
-from trainer.run.keeper import Keeper, make_run_tracker
-from trainer.run.meters import PhaseMeter, StepProfiler
 from trainer.run.screen import ANSWERS_SHOWN
 from trainer.run.watchdog import Watchdog
-from trainer.start import Start, begin
+from trainer.start import begin
 from trainer.types import culprits
 
 T = TypeVar("T")
@@ -52,12 +46,6 @@ class RLTrainer:
         `resources` does so however the run ends.
         """
         self.watchdog = watchdog
-        # Some rows of the latest evaluation, or of the latest step if the recipe has no evaluation;
-        # on rank 0 only.
-        self.last_answers: list[dict[str, Any]] = []
-        self.last_sync = SyncReport(version=-1)
-        # And not auto, which `begin` replaces
-        self.sharing_required = config.batch.share_prefixes is True
         start = begin(config, watchdog, resources, self.doing)
         self.config = start.config
         self.screen = start.screen
@@ -67,66 +55,24 @@ class RLTrainer:
         self.rewards = start.rewards
         self.prompts = start.prompts
         self.held_outs = start.held_outs
-        self.build(resources, start)
+        run = build_run(start, watchdog, resources)
+        self.policy = run.policy
+        self.tenants = run.tenants
+        self.learner = run.learner
+        self.sharding = run.sharding
+        self.source = run.source
+        self.produce = run.produce
+        self.keeper = run.keeper
+        self.tracker = run.tracker
+        self.meter = run.meter
+        self.profiler = run.profiler
+        # Some rows of the latest evaluation, or of the latest step if the recipe has no evaluation;
+        # on rank 0 only.
+        self.last_answers: list[dict[str, Any]] = []
+        self.last_sync = SyncReport(version=-1)
         gc.collect()
         # Spares the collection of each shift the objects that exist by now, which would take 0.4 s
         gc.freeze()
-
-    def build(self, resources: ExitStack, start: Start) -> None:
-        """Build the models, the weight path to the engines and what a step needs, and load the
-        checkpoint, if any.
-        """
-        config, watchdog, device = self.config, self.watchdog, rank_device(self.config)
-        self.screen.note(f"loading {config.model.path} for training")
-        self.policy, reference, critic = build_models(config, device)
-        # Models besides the policy that can leave GPU memory during a generation shift.
-        self.tenants = [critic] if critic is not None else []
-        self.sharding = resources.enter_context(
-            closing(build_sharding(config, self.policy, start.leader))
-        )
-        if isinstance(self.sharding, ShardingManager):  # remote engines are not started again
-            self.restarts.sharding = self.sharding
-            try:
-                self.sharding.connect()
-            except RemoteError as failure:
-                self.restarts.after(failure, self.policy, *self.tenants)
-        self.source = build_source(
-            start, self.sharding, resources, give_up=lambda: self.keeper.late_to_leave()
-        )
-        self.produce = self.source.produce
-        if config.checkpoint.rollouts:
-            self.produce = Journal(self.source, config, start.identity).produce
-        pad_id, weights, untrained = (
-            self.tokenizer.pad_token_id,
-            self.rewards.weights,
-            self.source.untrained,
-        )
-        self.learner = Learner(
-            config,
-            self.policy,
-            reference,
-            pad_id,
-            weights,
-            critic=critic,
-            untrained=untrained,
-            shortcuts=self.state.shortcuts,
-            sharing_required=self.sharing_required,
-        )
-        parts = {"policy": self.policy} | ({"critic": critic} if critic is not None else {})
-        if start.checkpoint is not None:
-            load(start.checkpoint, parts)
-        carried = self.source.carried  # packs the answers that have not been trained on yet
-        keeper = Keeper(
-            config, watchdog, self.state, parts=parts, identity=start.identity, carried=carried
-        )
-        self.keeper = resources.enter_context(closing(keeper))
-        self.tracker = resources.enter_context(closing(make_run_tracker(config, self.state)))
-        # A LoRA base shares its policy's work.
-        works = {id(m.work): m.work for m in (self.policy, reference, critic) if m is not None}
-        self.meter = PhaseMeter(config, device, start.leader, watchdog, *works.values())
-        self.profiler = StepProfiler(
-            config.run.profile, config.run.folder / "profile", device, enabled=is_main()
-        )
 
     def doing(self) -> str:
         """Describe this rank's phase, for the screen."""

@@ -47,6 +47,7 @@ class Start:
         identity: the run's identity, which is compared with a checkpoint's.
         checkpoint: the checkpoint that the run resumes from, if any.
         state: the run's state besides the policy; checkpoints keep both.
+        sharing_required: True if the recipe asks for common beginnings by name, and not by `auto`.
         leader: this rank's engine, if it leads one.
     """
 
@@ -63,6 +64,7 @@ class Start:
     checkpoint: Path | None
     state: RunState
     restarts: EngineRestarts
+    sharing_required: bool = False
     leader: Leader | None = None
 
     @property
@@ -85,6 +87,7 @@ def begin(
         resources: closes everything when the run ends, however it ends.
         doing: returns this rank's phase, for the screen.
     """
+    sharing_required = config.batch.share_prefixes is True  # before `check_model` replaces `auto`
     config, way = with_chosen_way(config, world_size(), local_ranks(os.environ, world_size()))
     screen = Progress(config.run.steps, enabled=is_main())
     if way:
@@ -142,6 +145,7 @@ def begin(
         checkpoint=checkpoint,
         state=state,
         restarts=EngineRestarts(config, device, watchdog),
+        sharing_required=sharing_required,
     )
     start_engine(start, resources)
     return start

@@ -335,6 +335,13 @@ def check_best_metric(config: CheckpointConfig, step: int, metrics: dict[str, fl
         raise UserError(f"checkpoint.best_metric: step {step} has no metric {name!r}; there are {there}")
 
 
+def late_to_leave(config: CheckpointConfig, watchdog: Watchdog) -> bool:
+    """Return True once half of the grace period is over in which a run that was asked to end can
+    save.
+    """
+    return watchdog.called_for() > config.grace_s / 2
+
+
 class Keeper:
     """Saves a run when a checkpoint is due, and ends it in order when it is asked to end."""
 
@@ -402,10 +409,6 @@ class Keeper:
         self.finish()
         say(f"asked to end: saved at step {self._state.step}")
         processes.interrupt_now()
-
-    def late_to_leave(self) -> bool:
-        """Return True once half of the grace period is over."""
-        return self._watchdog.called_for() > self._config.grace_s / 2
 
     def close(self) -> None:
         """Finish the checkpoint under way, if any."""

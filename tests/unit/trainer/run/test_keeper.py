@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from trainer.config.schema import CheckpointConfig
 from trainer.run import keeper as module
 from trainer.run import processes
-from trainer.run.keeper import Keeper, RunState
+from trainer.run.keeper import Keeper, RunState, late_to_leave
 
 
 class Notes:
@@ -101,10 +102,10 @@ def test_a_checkpoint_that_could_not_be_written_ends_the_step_on_all_ranks(
         run.steps(1)
 
 
-def test_rollouts_are_given_up_after_half_of_the_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, grace_s=60.0)
+def test_rollouts_are_given_up_after_half_of_the_grace_period() -> None:
+    settings = CheckpointConfig(grace_s=60.0)
     answers = []
     for seconds in (0.0, 29.0, 31.0):
-        run.watchdog.called_for = partial(float, seconds)
-        answers.append(run.keeper.late_to_leave())
+        watchdog: Any = SimpleNamespace(called_for=partial(float, seconds))
+        answers.append(late_to_leave(settings, watchdog))
     assert answers == [False, False, True]
