@@ -161,7 +161,7 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     from trainer.rollouts.level import RolloutLevel
 
     if command == "sft":
-        from trainer.commands.sft_rows import load_transcripts
+        from trainer.sft_rows import load_transcripts
 
         tokenizer = load_tokenizer(config.model)
         load_transcripts(config, tokenizer)

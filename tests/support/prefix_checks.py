@@ -19,7 +19,7 @@ from tests.support import policy_checks as checks
 from tests.support.critic_checks import captured_gradients, make_critic, squared_error
 from tests.support.sequence_checks import transcripts
 from tests.support.shared_answers import LEAST, group, turns
-from trainer.commands import sft
+from trainer import sft
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig, TrainConfig
 from trainer.distributed import init_process_group
 from trainer.learning.batching import Batcher, micro_batches

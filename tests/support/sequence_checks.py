@@ -15,7 +15,7 @@ from sharding.ranks import rank, sum_counts, world_size
 from tests.support import critic_checks, deepspeed_checks, lora_checks
 from tests.support import policy_checks as checks
 from tests.support.deepspeed_checks import _collected
-from trainer.commands import sft
+from trainer import sft
 from trainer.config.schema import TrainConfig
 from trainer.distributed import init_process_group
 from trainer.learning.batching import Batcher, micro_batches

@@ -10,7 +10,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trainer.chat_template import end_tokens, token_names, unread_keys
-from trainer.commands.sft_rows import transcript_rows
 from trainer.config.schema import DataConfig, HeldOutConfig, TrainConfig
 from trainer.data import RenderedRow, columns_read, load_tokenizer, prompt_rows
 from trainer.data.summary import TokenLengths, shown_key
@@ -18,6 +17,7 @@ from trainer.rewards.loading import BoundReward, TrlReward
 from trainer.rewards.reward_pool import RewardPool
 from trainer.rewards.trial import judge_answers
 from trainer.rollouts.level import RolloutLevel
+from trainer.sft_rows import transcript_rows
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class RenderedRow:
     """One row of the data as the model sees it; `trainer.data.prompt_rows` yields those of prompts,
-    and `trainer.commands.sft_rows.transcript_rows` those of a warm start.
+    and `trainer.sft_rows.transcript_rows` those of a warm start.
 
     Attributes: index: the row's index in the dataset; dropped rows count. row: the row's columns as
         they are in the file, without its images; with `answer`, the column that data.answer_key

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 TRAINER = Path(__file__).parents[3] / "trainer"
-FILES = ("loop.py", "build.py", "start.py", "engines.py", "commands/sft.py")
+FILES = ("loop.py", "build.py", "start.py", "engines.py", "sft.py")
 
 
 def assigned(node: ast.AST) -> Iterator[str]:

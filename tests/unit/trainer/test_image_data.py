@@ -17,8 +17,6 @@ from generation.trajectory import Trajectory
 from sharding.ranks import RemoteError
 from tests.support.learning_steps import make_batcher
 from tests.support.pictures import images, picture
-from trainer.commands.sft import batches_of
-from trainer.commands.sft_rows import Transcripts, load_transcripts
 from trainer.config.checks import find_problems
 from trainer.config.recipe import load_config
 from trainer.config.schema import DataConfig, TrackingConfig, TrainConfig
@@ -27,6 +25,8 @@ from trainer.errors import UserError
 from trainer.rewards.loading import OFFERED, bind_rewards
 from trainer.rollouts.round import Round, packed, read_groups
 from trainer.run.tracking import make_tracker
+from trainer.sft import batches_of
+from trainer.sft_rows import Transcripts, load_transcripts
 
 SIZES = [(98, 70), (56, 56), (30, 200)]
 

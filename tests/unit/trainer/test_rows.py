@@ -12,10 +12,10 @@ import pytest
 
 from tests.support.chat_templates import TEMPLATES
 from tests.support.small_tokenizer import small_tokenizer
-from trainer.commands.sft_rows import load_transcripts
 from trainer.config.schema import DataConfig, HeldOutConfig, TrainConfig
 from trainer.data import load_held_out, load_prompts, load_rows
 from trainer.errors import UserError
+from trainer.sft_rows import load_transcripts
 
 QWEN3 = small_tokenizer(TEMPLATES["qwen3"])
 SYSTEM = {"role": "system", "content": "be brief"}
@@ -51,7 +51,7 @@ def each_file_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
             prepared[key] = load_rows(path, subset, split, size, **more)
         return prepared[key]
 
-    for module in ("trainer.data.prompts", "trainer.commands.sft_rows"):
+    for module in ("trainer.data.prompts", "trainer.sft_rows"):
         monkeypatch.setattr(f"{module}.load_rows", load)
 
 

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 from generation.images import ImageLimits, ImageProcessor, ImageRules
 from tests.support.pictures import picture
 from tests.support.small_tokenizer import small_tokenizer
-from trainer.commands.sft_rows import load_transcripts
 from trainer.config.schema import DataConfig, HeldOutConfig, TrainConfig
 from trainer.data import load_held_out, load_prompts, prompt_rows
 from trainer.errors import UserError
+from trainer.sft_rows import load_transcripts
 
 PARTS = [
     {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}]}

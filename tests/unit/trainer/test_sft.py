@@ -9,11 +9,11 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.small_tokenizer import small_tokenizer
-from trainer.commands.sft import cross_entropy
-from trainer.commands.sft_rows import load_transcripts
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.learning.batching import micro_batches
+from trainer.sft import cross_entropy
+from trainer.sft_rows import load_transcripts
 from trainer.types import Outputs, Sample
 
 CHAT = (
