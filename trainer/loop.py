@@ -45,7 +45,10 @@ class RLTrainer:
 
         `resources` does so however the run ends.
         """
+        # First of all, since `doing` reads it while the other parts are built.
         self.watchdog = watchdog
+        # Inputs are cheap and likely to fail; the engine measures free memory, so it starts before
+        # the models.
         start = begin(config, watchdog, resources, self.doing)
         self.config = start.config
         self.screen = start.screen
@@ -55,6 +58,7 @@ class RLTrainer:
         self.rewards = start.rewards
         self.prompts = start.prompts
         self.held_outs = start.held_outs
+        # Models take memory that the sleeping engine has left. Everything else needs one of them.
         run = build_run(start, watchdog, resources)
         self.policy = run.policy
         self.tenants = run.tenants
@@ -70,8 +74,9 @@ class RLTrainer:
         # on rank 0 only.
         self.last_answers: list[dict[str, Any]] = []
         self.last_sync = SyncReport(version=-1)
+        # The collection in each shift spares the objects that exist by now, which would take it 0.4
+        # s.
         gc.collect()
-        # Spares the collection of each shift the objects that exist by now, which would take 0.4 s
         gc.freeze()
 
     def doing(self) -> str:
@@ -87,21 +92,28 @@ class RLTrainer:
         """
         config, state = self.config, self.state
         deadline = config.run.first_step_deadline_s
+        # From here on there is something to save, so SIGTERM no longer ends the run at once.
         self.keeper.hold_signals(signal.SIGTERM)
+        # The untrained model is measured only by a run that begins with it, and not by one that
+        # resumes.
         if self.held_outs and config.eval.before and state.step == 0:
             with self.watchdog.phase("first evaluation", deadline):
                 self.log(0, self.evaluate() | self.meter.take())
+        # The first step may last longer than the others, since kernels are compiled in it.
         while state.step < config.run.steps:
             with self.watchdog.phase(f"step {state.step + 1}", deadline):
                 try:
                     with self.profiler.step(state.step + 1):
                         self.train_step(state.step + 1)
                 except StepAbandoned:
-                    # All ranks raise StepAbandoned together; the trainer needs the memory again
+                    # All ranks raise it together, since one was asked to end. The trainer needs the
+                    # memory again, and `leave` saves the run as the step before has left it.
                     self.sharding.sleep()
                     self.source.take_back(state.step + 1)
                     self.keeper.leave()
             deadline = config.run.step_deadline_s
+        # The last checkpoint comes before the export, so that a run whose export fails need not
+        # train again.
         with self.watchdog.phase("finish", config.run.first_step_deadline_s):
             self.keeper.finish()
             record: dict[str, Any] = {
@@ -113,19 +125,26 @@ class RLTrainer:
 
     def train_step(self, step: int) -> None:
         """Run one step: sample and score answers, assign credit, update the policy, and log."""
-        config, began = self.config, time.perf_counter()
-        # Engines sample; reward functions score each answer as soon as it is finished.
+        config = self.config
+        began = time.perf_counter()
+        # Answers: engines sample in a shift, and rewards score each answer as soon as it is
+        # finished.
         batch = self.in_shift(partial(self.sample, step), may_leave=True)
         # Only now: an abandoned or repeated step must not consume prompts
         self.state.prompts = batch.position
+        # Learning: log-probabilities, advantages and updates, now that engines on these devices are
+        # asleep.
         with self.meter.phase("update"):
             metrics = rollout_metrics(batch.answers) | batch.metrics()
-            metrics |= self.learner.learn(*batch.kept(), step)  # log-probabilities, advantages, updates
+            metrics |= self.learner.learn(*batch.kept(), step)
         metrics |= {"time/step": time.perf_counter() - began}
+        # The step is counted before the evaluation, which is one of the model after so many steps.
         first_gap = self.state.largest_gap is None
         self.state.count_step(metrics)
         if self.held_outs and (step % config.eval.every == 0 or step == config.run.steps):
             metrics |= self.evaluate()
+        # Records: some answers with their texts, and a line about each kind of failure. The last
+        # answers are shown when the run ends; those of an evaluation have precedence.
         most = max(config.tracking.completions_per_step, ANSWERS_SHOWN)
         rows = answer_rows(of_many_prompts(batch.answers, most), batch.prompts, self.tokenizer)
         self.tracker.completions(step, rows)
@@ -133,10 +152,12 @@ class RLTrainer:
         self.last_answers = self.last_answers if self.held_outs else rows
         for line in failure_lines(batch.answers, metrics):
             self.screen.note(f"step {step}: {line}")
+        # The row has the time and the memory of all phases so far, the evaluation's too. A gap that
+        # ends the run is checked after it, so that the files show the gap.
         self.log(step, metrics | self.meter.take())
         if first_gap:
             check_first_gap(metrics, config)
-        # After logging, so that whenever the run is killed, its files have all steps that a
+        # The checkpoint comes last: whenever the run is killed, its files have all steps that a
         # checkpoint has.
         with self.meter.phase("checkpoint"):
             self.keeper.step_done(metrics)
@@ -162,6 +183,7 @@ class RLTrainer:
         Raises NotFiniteError, naming a parameter that is not finite, if a sampled log-probability
         is not.
         """
+        # Weights and memory go to the engines before the block; the memory comes back after it.
         with self.watchdog.phase("generation shift", self.config.run.first_step_deadline_s):
             try:
                 with self.sharding.generation_shift(self.policy, *self.tenants):
@@ -171,10 +193,12 @@ class RLTrainer:
                     gc.collect()
                     self.meter.note_engine_memory("awake")
             except NotFiniteError as error:
-                # All ranks raise this together; the policy's weights are in place again
+                # All ranks raise this together. The policy's weights are in place again, to be
+                # searched for culprits.
                 self.sharding.sleep()
                 raise NotFiniteError(f"{error}; {culprits(self.policy)}") from None
             self.meter.note_engine_memory("asleep")
+        # What the shift has cost and what it has verified is known once it is over.
         report = self.sharding.report
         self.meter.note_shift(report.seconds, report.offloaded)
         self.state.syncs_verified += bool(report.verified)
@@ -191,12 +215,14 @@ class RLTrainer:
     def sample_held_outs(self) -> dict[str, list[Answer]]:
         """Sample all engines' answers to the held-out prompts, and return them by dataset."""
         order = Order(-1 - self.state.step, self.policy.version, self.state.prompts)
+        # All datasets are sampled in one shift, so if an engine dies, all are sampled again.
         answers: dict[str, list[Answer]] = {}
         self.last_answers = []
         with self.meter.phase("eval"):
             rounds = self.source.evaluate(order)
             for held_out, sampled in zip(self.held_outs, rounds, strict=True):
                 answers[held_out.name] = sampled.answers(details=True)
+        # Lines and examples for the screen, outside of the phase whose time is measured.
         for held_out in self.held_outs:
             replies = answers[held_out.name]
             for line in failure_lines(replies, reward_errors(replies), "count as wrong"):

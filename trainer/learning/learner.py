@@ -78,22 +78,32 @@ class Learner:
         The metric `updates` counts the policy's updates.
         """
         config = self.config
+        # Groups that teach nothing go before the rest is split, so that updates are of about equal
+        # size.
         if config.algorithm.drop_zero_variance:
             groups = [group for group in groups if informative(group)]
-        filters, masks = config.algorithm.overlong_filter, config.rollout.old_tokens == "mask"
-        version = self.policy.version if config.rollout.ages else None
+        filters = config.algorithm.overlong_filter
+        masks = config.rollout.old_tokens == "mask"
         groups = [
             g for g in groups if any(t.trainable(filters, masks) for episode in g for t in episode)
         ]
+        # Shortcuts are tried before anything is computed with them. What is decided may change the
+        # recipe.
         self._prove_shortcuts([t for group in groups for episode in group for t in episode])
         config = self.config
+        # Each optimizer step gets its groups; each rank receives the answers of its share, in
+        # micro-batches.
+        version = self.policy.version if config.rollout.ages else None
         portions = split(groups, config.batch.updates_per_step)
         minibatches = prepare(portions, config, self.batcher, version)
         metrics: Metrics = {}
         if (least := config.batch.shared_min) is not None:
             metrics |= share_metrics(minibatches, least)
+        # Scores of the weights that no update of this step has changed: losses compare with them,
+        # and credit may be made of them.
         self._score_before(minibatches)
         assign_credit(minibatches, config, self.reward_weights)
+        # Without an advantage or another pull, an update would only follow Adam's momentum.
         algorithm = config.algorithm
         pulled = (
             algorithm.kl_in_loss
@@ -103,13 +113,18 @@ class Learner:
         )
         signal = bool(minibatches) and (has_signal(minibatches) or pulled)
         metrics |= {"no_signal_steps": float(not signal), "skipped_steps": 0.0, "updates": 0.0}
-        gap: Metrics = {}
         self.watched = []
+        # The first pass of each update measures the gap to the engine, on tokens of the policy's
+        # current version. If there is no update, or no such token in it, some answers are scored
+        # before the weights change.
+        gap: Metrics = {}
         if not (
             signal and any(t.sampled > t.old for group in groups for episode in group for t in episode)
         ):
             waiting = [] if version is None else self.untrained()
             gap = gap_without_update([*answers, *waiting], self.policy, config, self.batcher, version)
+        # Updates: the policy's, and the critic's, which learns returns also where no advantage is
+        # left.
         if signal:
             metrics |= self._update_policy(minibatches, step)
         if self.critic is not None and minibatches:
@@ -120,6 +135,7 @@ class Learner:
             ]
             metrics |= critic_metrics(updates)
         metrics |= gap
+        # The counts of routers are taken last, since every pass adds to them.
         if self.policy.routing is not None:
             metrics |= routing_metrics(self.policy.routing, int(metrics["updates"]))
         return metrics
