@@ -248,9 +248,8 @@ class VllmInternalWorkerExtension:
         rendezvous = Rendezvous(ip, port, world_size, train_world_size + rank_prefix + self.rank)  # type: ignore[attr-defined]
         if self.hotbunk_membership is None or not self.hotbunk_membership.stands(rendezvous):
             self._hotbunk_leave()
-            self.hotbunk_membership = Membership(
-                rendezvous, self.device, self.report_device_id(), timeout_s
-            )  # type: ignore[attr-defined]
+            device: torch.device = self.device  # type: ignore[attr-defined]
+            self.hotbunk_membership = Membership(rendezvous, device, self.report_device_id(), timeout_s)
 
     def check_collective_ready(self) -> bool:
         """Return True if this worker is in a complete group. Never raises."""
