@@ -131,7 +131,8 @@ def sampled_logprobs(completion: Any) -> list[float]:
     """Return the log-probabilities (nats) of a `CompletionOutput`'s sampled tokens, from vLLM's
     flat or nested form.
     """
-    token_ids, logprobs = list(completion.token_ids), completion.logprobs
+    token_ids = list(completion.token_ids)
+    logprobs = completion.logprobs
     if logprobs is None or len(logprobs) != len(token_ids):
         count = "no" if logprobs is None else len(logprobs)
         raise ValueError(
@@ -159,7 +160,8 @@ def joined(chain: Sequence[Generation], masked: Collection[int] = ()) -> Traject
         image_spans=chain[-1].image_spans,
     )
     for generation in chain:
-        prompt, so_far = generation.prompt_ids, trajectory.prompt_ids + trajectory.response_ids
+        prompt = generation.prompt_ids
+        so_far = trajectory.prompt_ids + trajectory.response_ids
         if prompt[: len(so_far)] != so_far:
             raise ValueError(
                 f"a prompt of {len(prompt)} ids does not begin with the {len(so_far)} ids before it"
@@ -180,10 +182,13 @@ def mark_versions(trajectory: Trajectory, answers: Iterable[Generation]) -> None
     Tokens that were not sampled get the version of the answer before them, or, before the first
     answer, of that one.
     """
-    ids, prompt = trajectory.prompt_ids + trajectory.response_ids, len(trajectory.prompt_ids)
-    versions, covered = list[tuple[int, int]](), prompt
+    ids = trajectory.prompt_ids + trajectory.response_ids
+    prompt = len(trajectory.prompt_ids)
+    versions = list[tuple[int, int]]()
+    covered = prompt
     for answer in sorted(answers, key=lambda answer: len(answer.prompt_ids)):
-        begin, end = len(answer.prompt_ids), len(answer.prompt_ids) + len(answer.token_ids)
+        begin = len(answer.prompt_ids)
+        end = len(answer.prompt_ids) + len(answer.token_ids)
         if covered <= begin < end and ids[:end] == answer.ids:
             versions += [(version, begin - prompt + start) for version, start in answer.versions]
             covered = end
@@ -221,7 +226,8 @@ class History:
         prompt, if any.
         """
         if (parent := self.before(generation.prompt_ids)) is not None:
-            generation.parent, parent.continued = parent, True
+            generation.parent = parent
+            parent.continued = True
         self.add(generation)
 
     def record(
@@ -290,7 +296,8 @@ class History:
         tokens.
         """
         # `id()` of the answers that a trajectory contains already
-        trajectories, included = [], set[int]()
+        trajectories = []
+        included = set[int]()
         for last in self.generations:
             if not last.continued:
                 trajectories.append(joined(last.chain, included))
@@ -563,7 +570,8 @@ class _Turns:
         """Return `ids`, with the last answer's end once, followed by the rendering of everything
         after that answer.
         """
-        end, after = self._answer_end(), self._segments(ids)[-1]
+        end = self._answer_end()
+        after = self._segments(ids)[-1]
         if not self._blank(after):
             return [*ids, *self._all_ids[end:]]
         rest = self._all_ids[end + 1 :]
@@ -576,7 +584,8 @@ class _Turns:
     def _answer_end(self) -> int:
         """Return the index of the last answer's end in the full rendering."""
         indices = [i for i, token in enumerate(self._all_ids) if token in self._ends]
-        turns, answer = self._segments(self._all_ids)[:-1], self._rendered[-1]
+        turns = self._segments(self._all_ids)[:-1]
+        answer = self._rendered[-1]
         if turns[: len(self._rendered)] == self._rendered:
             return indices[len(self._rendered) - 1]
         # The template has left something out of earlier turns: the n-th end may be that of a
@@ -621,7 +630,8 @@ class _Turns:
         """
         if list(rendered) == list(original):
             return True
-        text, before = _IGNORED.sub("", self._text(rendered)), self._text(original)
+        text = _IGNORED.sub("", self._text(rendered))
+        before = self._text(original)
         return text in (_IGNORED.sub("", before), _IGNORED.sub("", _THOUGHT.sub("", before)))
 
     def _is_remainder(self, rendered: Sequence[int], original: Sequence[int]) -> bool:

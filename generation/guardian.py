@@ -63,7 +63,10 @@ def main() -> None:
 
     A program that is still there keeps its folder, for an engine that it starts again.
     """
-    child, parent, folder, name = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    child = int(sys.argv[1])
+    parent = int(sys.argv[2])
+    folder = Path(sys.argv[3])
+    name = sys.argv[4]
     below = sys.argv[5:]
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # Ctrl-Z would stop one process of many
@@ -221,7 +224,8 @@ def descendants() -> dict[int, int]:
     children: dict[int, list[int]] = {}
     for pid, parent in parents.items():
         children.setdefault(parent, []).append(pid)
-    living, unseen = dict[int, int](), [os.getpid()]
+    living = dict[int, int]()
+    unseen = [os.getpid()]
     while unseen:
         parent = unseen.pop()
         below = children.get(parent, [])

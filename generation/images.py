@@ -236,7 +236,8 @@ def _eight_bits(image: "PIL.Image.Image") -> "PIL.Image.Image":
     from PIL import Image as Pillow
 
     values = numpy.asarray(image)
-    low, high = float(values.min()), float(values.max())
+    low = float(values.min())
+    high = float(values.max())
     white = 255
     if image.mode.startswith("I;16"):
         white = 65535
@@ -310,7 +311,9 @@ def split_images(
     ValueError, whose message is a sentence without its subject, where places and sources are not
     equally many.
     """
-    rest, plain, sources = iter(sources_elsewhere), [], []
+    rest = iter(sources_elsewhere)
+    plain = []
+    sources = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, Sequence) and not isinstance(content, str):
@@ -503,7 +506,8 @@ class ImageProcessor:
             return ()
         [kinds] = self._processor.create_mm_token_type_ids([list(ids)])
         indices = [index for index, kind in enumerate(kinds) if kind == 1]
-        spans, begin = [], 0
+        spans = []
+        begin = 0
         for image in images:
             count = self.tokens(image.size)
             run = indices[begin : begin + count]

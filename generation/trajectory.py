@@ -78,7 +78,9 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         name = f"prompt {self.prompt_index} sample {self.sample_index}"
-        ids, mask, logprobs = len(self.response_ids), len(self.loss_mask), len(self.logprobs)
+        ids = len(self.response_ids)
+        mask = len(self.loss_mask)
+        logprobs = len(self.logprobs)
         if not ids == mask == logprobs:
             lengths = f"{ids} response ids, {mask} mask entries and {logprobs} log-probabilities"
             raise ValueError(f"{name}: {lengths} must be equal in number")
@@ -153,7 +155,8 @@ def check_rewards(trajectory: Trajectory, source: str) -> None:
     for name in (*trajectory.reward_parts, *trajectory.metrics):
         if name != name.encode(errors="replace").decode():
             raise ValueError(f"{source}: the name {name!r} is not valid Unicode")
-    parts, turns = trajectory.reward_parts.items(), enumerate(trajectory.turn_rewards, start=1)
+    parts = trajectory.reward_parts.items()
+    turns = enumerate(trajectory.turn_rewards, start=1)
     trajectory.reward_parts = {
         name: checked_reward(value, f"{source}: reward_parts[{name!r}] is") for name, value in parts
     }

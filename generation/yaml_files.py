@@ -31,7 +31,8 @@ from generation.paths import UnsetVariable, expanded
 INCLUDES = "includes"
 
 # That all interpolations may insert; that each one counts for
-_MOST_CHARACTERS, _LEAST_CHARACTERS = 2**20, 2**9
+_MOST_CHARACTERS = 2**20
+_LEAST_CHARACTERS = 2**9
 _IN_CAPITALS = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
 _DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):([^{}]*)\}")
 

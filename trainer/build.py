@@ -63,11 +63,13 @@ def joined(config: TrainConfig, lock: RunLock | None) -> Iterator[Watchdog]:
     init_process_group(
         longest, resolve_device(config), generating_ranks(config), not placement(config).actors
     )
-    number, ranks = rank(EVERYBODY), world_size(EVERYBODY)
+    number = rank(EVERYBODY)
+    ranks = world_size(EVERYBODY)
     if lock is not None:
         lock.share(number, ranks)
     far = int(os.environ.get("GROUP_RANK", "0")) > 0  # the first node's launcher hosts the store
-    device, folder = str(rank_device(config)), config.run.folder
+    device = str(rank_device(config))
+    folder = config.run.folder
     with Watchdog(store(), number, ranks, far=far, device=device, folder=folder) as watchdog:
         processes.install_signal_handlers(watchdog.current_phase)
         yield watchdog
@@ -246,7 +248,8 @@ def build_sharding(
     adapters = config.lora.engines_apply
     source = adapter_source(policy, dtype) if adapters else weight_source(policy, dtype)
     adapter = adapter_format(policy.model, config.lora) if adapters else None
-    settings, device = sync_settings(config), policy.device
+    settings = sync_settings(config)
+    device = policy.device
     if placement(config).remote:
         ranks = world_size(EVERYBODY)
         generating = range(training_ranks(config, ranks), ranks)

@@ -57,7 +57,8 @@ def _naming_paths(action: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in (ENAMETOOLONG, EACCES, EPERM) or error.filename is None:
             raise
-        path, reason = error.filename, str(error.strerror).lower()
+        path = error.filename
+        reason = str(error.strerror).lower()
         raise UserError(f"{path} cannot be used ({reason}): name another path") from error
 
 
@@ -176,7 +177,8 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     check_model(config)
     check_teacher(config, tokenizer)
     level = RolloutLevel(config, tokenizer)
-    data, images = rewards.columns(level.data), level.image_rules
+    data = rewards.columns(level.data)
+    images = level.image_rules
     prompts = load_prompts(data, tokenizer, images)
     ends = end_tokens(config.model.path, tokenizer, data, config.sampling.stop_token_ids)
     for line in (*unread_keys(tokenizer, data), *ends.remarks):
@@ -198,7 +200,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
     Overrides are given as `--section.key value` or `--section.key=value`.
     """
-    rest, overrides = [], []
+    rest = []
+    overrides = []
     words = iter(argv)
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")

@@ -50,7 +50,9 @@ _EXCHANGED = TABLE_CLASSES | {
     *("traceback.FrameSummary", "traceback.StackSummary"),  # sent with the exception of a failed rank
 }
 PREFIX = "hotbunk"  # prefix of the ranks' keys in the store
-_LISTENS, _LOOPBACK_6 = "0A", "00000000000000000000000001000000"  # as /proc/net/tcp6 writes them
+# As /proc/net/tcp6 writes them
+_LISTENS = "0A"
+_LOOPBACK_6 = "00000000000000000000000001000000"
 _store: dist.Store | None = None
 
 
@@ -107,7 +109,9 @@ def init_process_group(
         use_expandable_segments()
         torch.set_float32_matmul_precision("highest")  # TF32 would be apart from the engine's products
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    crew, first, size = _store, 0, world - apart
+    crew = _store
+    first = 0
+    size = world - apart
     if apart:
         first, size = (size, apart) if rank_ >= size else (0, size)
         crew = dist.PrefixStore(f"crew/{first}", _store)

@@ -33,14 +33,16 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
     """Return the settings of this rank's engine. The ranks of an engine are consecutive and on one
     machine.
     """
-    engine, size = config.engine, config.engine.tensor_parallel_size
+    engine = config.engine
+    size = config.engine.tensor_parallel_size
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     group = range(local_rank, local_rank + size)
     shares_memory = way(config).shares_memory
     record = placement(config)
     if record.actors:  # an actor sees only its own devices, and may run on any machine
-        group, local_ranks = range(size), engine.replicas * size
+        group = range(size)
+        local_ranks = engine.replicas * size
     cores = cpu_binding(group, local_ranks)
     needed = processor_arguments(config, on_cuda)
     both = {

@@ -49,7 +49,8 @@ def majority_at_k(votes: Sequence[str | None], right: Sequence[bool], k: int) ->
         # the number of ballots of a winner States are keyed by the number of winners so far and of
         # ballots left. Each holds its probability, and that probability times the summed
         # correctness of its winners.
-        states, pool = {(0, k): (1.0, 0.0)}, len(votes)
+        states = {(0, k): (1.0, 0.0)}
+        pool = len(votes)
         for vote, count in counts.items():
             grown: dict[tuple[int, int], tuple[float, float]] = {}
             for (winners, left), (chance, worth) in states.items():
@@ -59,7 +60,8 @@ def majority_at_k(votes: Sequence[str | None], right: Sequence[bool], k: int) ->
                     before = grown.get(state := (winners + wins, left - ballots), (0.0, 0.0))
                     gained = chance * verdicts[vote] / count if wins else 0.0
                     grown[state] = before[0] + chance * share, before[1] + (worth + gained) * share
-            states, pool = grown, pool - count
+            states = grown
+            pool = pool - count
         expected += sum(worth / winners for (winners, _), (_, worth) in states.items() if winners)
     return expected
 
@@ -158,7 +160,8 @@ def standard_error(values: Sequence[float]) -> float:
     Pass one value per prompt, since answers to the same prompt are not independent: Miller 2024
     (arXiv:2411.00640), section 2.2.
     """
-    mean, count = _mean(values), len(values)
+    mean = _mean(values)
+    count = len(values)
     return (sum((value - mean) ** 2 for value in values) / max(count - 1, 1) / count) ** 0.5
 
 

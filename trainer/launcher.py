@@ -192,9 +192,13 @@ def _stay_private(args: Any) -> None:
     """Have torchrun use this launcher's store and write no files. Raises UserError if other nodes
     cannot reach it.
     """
-    host, port, node, nodes = "127.0.0.1", 0, args.node_rank, parse_min_max_nnodes(args.nnodes)[1]
+    host = "127.0.0.1"
+    port = 0
+    node = args.node_rank
+    nodes = parse_min_max_nnodes(args.nnodes)[1]
     if nodes > 1:
-        host, port = args.master_addr, args.master_port or 29500
+        host = args.master_addr
+        port = args.master_port or 29500
         if node == 0 and not _is_loopback(host):
             try:
                 address = socket.gethostbyname(host)
@@ -214,7 +218,9 @@ def _stay_private(args: Any) -> None:
         )
 
     rendezvous_handler_registry.register(_BACKEND, rendezvous)
-    args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, _BACKEND, f"{host}:{port}"
+    args.standalone = False
+    args.rdzv_backend = _BACKEND
+    args.rdzv_endpoint = f"{host}:{port}"
     args.node_rank = 0  # otherwise torchrun warns that only its own static rendezvous uses it
     args.log_dir = args.log_dir or os.devnull
 
@@ -237,11 +243,9 @@ def _reasons(messages: list[dict[str, Any]], failures: dict[int, ProcessFailure]
         by_signal = f"was ended by {signal.Signals(code - 128).name}" if code - 128 in _SIGNALS else ""
         ranks.setdefault(by_signal or f"ended with exit code {code}, without a message", []).append(rank)
     for message in messages:
-        rank, kind, text = (
-            message["rank"],
-            message["kind"],
-            message["text"].removeprefix(f"rank {message['rank']} "),
-        )
+        rank = message["rank"]
+        kind = message["kind"]
+        text = message["text"].removeprefix(f"rank {message['rank']} ")
         ranks.setdefault(text if kind in _SENTENCES else f"{kind}: {text}", []).append(rank)
     lines = [
         f"  rank{'s' * (len(numbers) > 1)} {_list(sorted(numbers))}: {text}"

@@ -90,7 +90,8 @@ class RLTrainer:
         """Run all remaining steps, with evaluations and checkpoints where they are due, and then
         export the model.
         """
-        config, state = self.config, self.state
+        config = self.config
+        state = self.state
         deadline = config.run.first_step_deadline_s
         # From here on there is something to save, so SIGTERM no longer ends the run at once.
         self.keeper.hold_signals(signal.SIGTERM)

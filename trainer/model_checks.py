@@ -64,7 +64,8 @@ def check_model(config: TrainConfig, command: Command = "train") -> TrainConfig:
         config.policy,
         shards_of(config.policy, training_ranks(config, ranks) if command == "train" else ranks),
     )
-    path, dtype = config.model.path, getattr(torch, config.policy.dtype)
+    path = config.model.path
+    dtype = getattr(torch, config.policy.dtype)
     try:
         with torch.random.fork_rng(devices=[]):
             model = build_meta_model(Path(path), config.model, dtype, torch.device("cpu"))
@@ -108,7 +109,8 @@ def _branching_obstacles(config: TrainConfig, command: Command, model: PreTraine
     teacher here.
     """
     paths = {config.critic.path, config.algorithm.teacher} if command == "train" else set()
-    images, cpu = config.data.max_images > 0, torch.device("cpu")
+    images = config.data.max_images > 0
+    cpu = torch.device("cpu")
     if obstacle := branching_obstacle(model, images):
         yield f"{type(model).__name__} {obstacle}"
     for path in sorted(filter(None, paths - {config.model.path})):
@@ -141,9 +143,7 @@ def check_budget(config: TrainConfig, device: torch.device, ranks: int) -> None:
     `ranks` ranks.
     """
     if device.type == "cuda":
-        sizes, total = (
-            model_sizes(config, config.model.path, config.lora),
-            torch.cuda.mem_get_info()[1] / GIB,
-        )
+        sizes = model_sizes(config, config.model.path, config.lora)
+        total = torch.cuda.mem_get_info()[1] / GIB
         if problems := list(over_budget(config, sizes, training_ranks(config, ranks), total)):
             raise UserError(*problems)

@@ -141,7 +141,8 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     not sharded yet.
     """
     config = model.config.get_text_config()
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     ends = {id(embedding.weight)} | ({id(head.weight)} if head is not None else set())
     of_images = [
         p
@@ -157,7 +158,8 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
             experts = shape[0] if ".experts." in name and len(shape) > 2 else 0
             share = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
             used = int(shape.numel() * share)
-            trunk, learned = trunk + used, learned + used * parameter.requires_grad
+            trunk = trunk + used
+            learned = learned + used * parameter.requires_grad
     size = 0 if head is None else whole_shape(head.weight).numel()
     # Some model families call these two differently in config.json.
     sizes = config.to_dict() | {

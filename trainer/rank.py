@@ -20,7 +20,8 @@ def main(config: TrainConfig, lock: RunLock | None = None) -> None:
     """Run one rank: join the other ranks, train or generate, and leave with them. A failed rank
     ends all ranks.
     """
-    number, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    number = int(os.environ.get("RANK", "0"))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     forks = (
         resolve_device(config) == "cpu"
         and leads_engine(config, number, ranks)

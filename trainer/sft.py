@@ -54,7 +54,8 @@ class SftRun:
         self.tokenizer = load_tokenizer(config.model)
         self.config = config = check_model(config, "sft")
         self.transcripts = load_transcripts(config, self.tokenizer)
-        count, dropped = len(self.transcripts.samples), self.transcripts.dropped
+        count = len(self.transcripts.samples)
+        dropped = self.transcripts.dropped
         self.screen.note(f"{count} samples from {config.data.path}, {dropped} rows dropped")
         ends = end_tokens(config.model.path, self.tokenizer, config.data, config.sampling.stop_token_ids)
         for line in (*unread_keys(self.tokenizer, config.data), *ends.remarks):
@@ -92,7 +93,8 @@ class SftRun:
         """Run all steps, with evaluations and checkpoints when they are due, then write the
         results.
         """
-        config, state = self.config, self.state
+        config = self.config
+        state = self.state
         deadline = config.run.first_step_deadline_s
         # A step is short, and only the step itself is lost
         self.keeper.hold_signals(signal.SIGTERM, signal.SIGINT)
@@ -109,7 +111,8 @@ class SftRun:
 
     def train_step(self, step: int) -> None:
         """Run one update, log it, and save a checkpoint if one is due."""
-        config, began = self.config, time.perf_counter()
+        config = self.config
+        began = time.perf_counter()
         size = config.sft.batch_size
         samples = take(self.transcripts.samples, self.state.prompts, size, config.run.seed)
         with self.meter.phase("update"):
@@ -160,13 +163,15 @@ class SftRun:
         """Write the model and the summary, and print the model's folder. Collective; rank 0
         writes.
         """
-        config, folder = self.config, self.config.run.folder
+        config = self.config
+        folder = self.config.run.folder
 
         def summarise() -> None:
             rows = read_rows(folder / "metrics.jsonl")
             ends = {f"{key}_after": series(rows, key)[1][-1:] for key in ("loss", "eval/loss")}
             summary = {key.replace("/", "_"): value[0] for key, value in ends.items() if value}
-            seconds, transcripts = round(self.state.seconds, 3), self.transcripts
+            seconds = round(self.state.seconds, 3)
+            transcripts = self.transcripts
             counts = {"samples": len(transcripts.samples), "rows_dropped": transcripts.dropped}
             self.tracker.summary({"steps": self.state.step, "train_seconds": seconds} | summary | counts)
 

@@ -123,7 +123,8 @@ def transcript_rows(
     UserError that names the file, and the row, if data cannot be read or a row cannot be used.
     """
     level = RolloutLevel(config, tokenizer)
-    data, rules = level.data, level.image_rules
+    data = level.data
+    rules = level.image_rules
     if held_out is not None:
         keys = held_out.model_dump(include={"prompt_key", "image_key"}, exclude_none=True)
         data = data.model_copy(update=held_out.model_dump(include={"path", "subset", "split"}) | keys)
@@ -352,9 +353,13 @@ def _encode_with_images(
         raise ValueError(
             f"has {len(images)} images, but {count} placeholders ({mark}) for them in its text"
         )
-    encoded, spans, begin, rest = [], list[tuple[int, int]](), 0, images
+    encoded = []
+    spans = list[tuple[int, int]]()
+    begin = 0
+    rest = images
     for number, (text, _) in enumerate(pieces):
-        first, rest = rest[: (count := text.count(processor.image_token))], rest[count:]
+        first = rest[: (count := text.count(processor.image_token))]
+        rest = rest[count:]
         ids, places = processor.expand(text, first, special=number == 0 and not templated)
         spans += [(begin + start, length) for start, length in places]
         encoded.append(ids)
@@ -390,7 +395,8 @@ def encode(
 
 def _masked(pieces: list[list[int]], learned: list[bool], ends: list[int], eos: int) -> Transcript:
     """Join tokenised pieces to one sample with the mask that `encode` describes."""
-    input_ids, mask = list[int](), list[int]()
+    input_ids = list[int]()
+    mask = list[int]()
     for piece, by_assistant in zip(pieces, learned, strict=True):
         sampled = 0
         if by_assistant:
@@ -399,7 +405,9 @@ def _masked(pieces: list[list[int]], learned: list[bool], ends: list[int], eos: 
         mask += [1] * sampled + [0] * (len(piece) - sampled)
     end = len(mask) - mask[::-1].index(1) if 1 in mask else len(mask)
     if input_ids[end - 1] not in ends:  # a template without one; the model must still learn to stop
-        input_ids, mask, end = [*input_ids[:end], eos], [*mask[:end], 1], end + 1
+        input_ids = [*input_ids[:end], eos]
+        mask = [*mask[:end], 1]
+        end = end + 1
     return Transcript(input_ids[:end], mask[:end], [0.0] * end)
 
 

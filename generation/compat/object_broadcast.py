@@ -22,12 +22,14 @@ def broadcast_across_tp(obj: Any = None, src: int = 0, group: dist.ProcessGroup 
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return obj
-    payload, problem = b"", ""
+    payload = b""
+    problem = ""
     if dist.get_rank(group) == src:
         try:
             payload = msgspec.msgpack.encode(obj)
         except (TypeError, OverflowError) as error:
-            payload, problem = str(error).encode(), "yes"
+            payload = str(error).encode()
+            problem = "yes"
     # A negative length announces an error message in place of the object, so that no rank waits in
     # vain.
     length = torch.tensor([-len(payload) if problem else len(payload)], dtype=torch.int64)

@@ -46,7 +46,8 @@ def cuda_problem() -> str | None:
             "the installed torch is a build for CPUs: get one for CUDA by HOTBUNK_DEVICE=cuda bash "
             "scripts/setup.sh"
         )
-    needed, driver = DRIVERS.get(int(built_for.partition(".")[0])), driver_version()
+    needed = DRIVERS.get(int(built_for.partition(".")[0]))
+    driver = driver_version()
     compatible = os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY", "0").lower() in ("1", "true")
     if compatible or needed is None or driver is None or int(driver.partition(".")[0]) >= needed:
         return None

@@ -315,7 +315,8 @@ class Engine:
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=kind
         )
-        logprobs, name = None, f"hotbunk-{next(self._request_numbers)}"
+        logprobs = None
+        name = f"hotbunk-{next(self._request_numbers)}"
         async for output in self.submit({"prompt_token_ids": token_ids}, params, name):
             logprobs = output.prompt_logprobs
         if logprobs is None:
@@ -476,7 +477,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop the engine's processes, from any thread; safe to call twice and in any state."""
-        llm, self._llm = self._llm, None
+        llm = self._llm
+        self._llm = None
         self.state.close()
         if llm is not None:
             vllm_compat.stop_async_llm(llm)

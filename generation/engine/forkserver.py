@@ -159,7 +159,8 @@ def start() -> None:
     for name in _STARTERS:
         import_module(name).get_mp_context = lambda: context  # type: ignore[attr-defined]
     resource_tracker.ensure_running()
-    parent_pid, listener = os.getpid(), socket.socket(socket.AF_UNIX)
+    parent_pid = os.getpid()
+    listener = socket.socket(socket.AF_UNIX)
     # In a folder of this user's alone: the server unpickles what it reads
     listener.bind(arbitrary_address("AF_UNIX"))
     listener.listen()
@@ -180,7 +181,8 @@ def start() -> None:
                 multiprocessing.forkserver.main(listener.detach(), alive, [])  # type: ignore[attr-defined]
         finally:
             os._exit(0)
-    _server._forkserver_alive_fd, _server._forkserver_pid = held_open, server_pid
+    _server._forkserver_alive_fd = held_open
+    _server._forkserver_pid = server_pid
     listener.close()
     os.close(alive)
 

@@ -59,14 +59,18 @@ class EngineImages:
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-        ids, images, spans = inputs.ids, inputs.images, inputs.spans
+        ids = inputs.ids
+        images = inputs.images
+        spans = inputs.spans
         if len(images) != len(spans):
             raise ImageCountError(f"there are {len(images)} images, but places for {len(spans)}")
-        items, ranges = [], []
+        items = []
+        ranges = []
         for number, (image, (start, length)) in enumerate(zip(images, spans, strict=True), start=1):
             item, tokens, embedded = await self._processed_image(image)
             if (first := _found(ids[start : start + length], tokens, embedded)) is None:
-                name, (width, height) = image.name or f"image {number}", image.size
+                name = image.name or f"image {number}"
+                (width, height) = image.size
                 counts = (
                     f"takes {sum(embedded)} tokens in the engine, but {length} in the trainer, or "
                     "different ones"
@@ -78,10 +82,8 @@ class EngineImages:
             ranges.append(
                 PlaceholderRange(start, length, is_embed=None if all(taken) else torch.tensor(taken))
             )
-        kwargs, hashes = (
-            MultiModalKwargsItems({"image": items}),
-            {"image": [image.digest for image in images]},
-        )
+        kwargs = MultiModalKwargsItems({"image": items})
+        hashes = {"image": [image.digest for image in images]}
         return dict(mm_input(ids, mm_kwargs=kwargs, mm_hashes=hashes, mm_placeholders={"image": ranges}))
 
     async def _processed_image(self, image: Image) -> _Processed:
@@ -102,7 +104,8 @@ class EngineImages:
         inputs = ProcessorInputs([], items, hf_processor_mm_kwargs={})
         result = processor._apply_hf_processor(inputs, TimingContext(enabled=False))
         content = result.prompt_updates["image"][0][0].content
-        tokens, embedded = list(content.full), content.is_embed
+        tokens = list(content.full)
+        embedded = content.is_embed
         taken = [True] * len(tokens) if embedded is None else embedded(tokens).tolist()
         return _Processed(result.kwargs["image"][0], tokens, taken)
 

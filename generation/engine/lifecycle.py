@@ -111,7 +111,8 @@ class EngineLifecycle:
         version.
         """
         self._require("update weights", Memory.AWAKE, Memory.WEIGHTS)
-        self.syncing, self.version = True, None
+        self.syncing = True
+        self.version = None
 
     def finish_sync(self, version: int) -> None:
         """Note that every weight of `version` has arrived and was accounted for."""
@@ -127,7 +128,8 @@ class EngineLifecycle:
         """Note that a sync broke off: the engine stays without a version until a complete one
         succeeds.
         """
-        self.syncing, self.version = False, None
+        self.syncing = False
+        self.version = None
 
     def close(self) -> None:
         """Note that the engine's processes have ended."""

@@ -147,7 +147,8 @@ class Replica(Actor):
         super().__init__(
             ActorEngine, settings, cpus=workers, gpus=workers if settings.device_indices else 0
         )
-        self.name, self.requests = name, 0
+        self.name = name
+        self.requests = 0
         self.placed = asyncio.ensure_future(self.call("__ray_ready__"))
         self.started = asyncio.ensure_future(self.call("start"))
 
@@ -216,7 +217,8 @@ class ReplicatedEngine(Engine):
         if not any(replica.placed.done() for replica in self._starting):
             import ray
 
-            workers, on_gpus = self.settings.tensor_parallel_size, bool(self.settings.device_indices)
+            workers = self.settings.tensor_parallel_size
+            on_gpus = bool(self.settings.device_indices)
             needed = f"{workers} {'GPUs and CPUs' if on_gpus else 'CPUs'} on one machine"
             has = {
                 name: amount
@@ -269,7 +271,8 @@ class ReplicatedEngine(Engine):
                     self.members.append(replica)
                     self._changed = True
             if self.members:
-                changed, self._changed = self._changed, False
+                changed = self._changed
+                self._changed = False
                 return changed
             await asyncio.wait([r.started for r in self._starting], return_when=asyncio.FIRST_COMPLETED)
 
@@ -367,10 +370,8 @@ class ReplicatedEngine(Engine):
         """Have the workers of all members join a weights group, in order. Raises the first error at
         once.
         """
-        size, group = (
-            self.settings.tensor_parallel_size,
-            (ip, port, world_size, train_world_size, timeout),
-        )
+        size = self.settings.tensor_parallel_size
+        group = (ip, port, world_size, train_world_size, timeout)
         members = enumerate(self.members)
         await self._gather(
             [member.call("ask_workers", "init_collective", n * size, *group) for n, member in members]
@@ -414,7 +415,8 @@ class ReplicatedEngine(Engine):
         if not self._closed:
             import ray
 
-            self._closed, replicas = True, [*self.members, *self._starting]
+            self._closed = True
+            replicas = [*self.members, *self._starting]
             self.members = []
             self._starting = []
             with suppress(ray.exceptions.RayError):

@@ -164,7 +164,8 @@ class Turnstile:
         self._has_room = True
         self._waiting: dict[asyncio.Future[None], Unfinished] = {}
         # seconds; and the time of parking, 0.0 if not parked
-        self._parked_before, self._parked_since = 0.0, 0.0
+        self._parked_before = 0.0
+        self._parked_since = 0.0
 
     @property
     def parked(self) -> bool:
@@ -251,5 +252,6 @@ class Turnstile:
                 self._has_room = False
                 self._room.release()
         elif not parked:
-            self._parked_before, self._parked_since = self.parked_s, 0.0
+            self._parked_before = self.parked_s
+            self._parked_since = 0.0
         self.slices.note(self)

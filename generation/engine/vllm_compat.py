@@ -84,7 +84,8 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
     env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "0"  # nothing that came over a socket is unpickled
     if not settings.on_cpu:
         # As this process counts
-        visible, indices = os.environ.get("CUDA_VISIBLE_DEVICES"), settings.device_indices
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        indices = settings.device_indices
         names = (
             full_uuids([visible.split(",")[i].strip() for i in indices])
             if visible
@@ -160,7 +161,8 @@ def _environment(changed: dict[str, str]) -> Iterator[None]:
 
     for name in (_TRITON_LOG, _VLLM_TRITON_LOG):
         logging.getLogger(name).setLevel(logging.ERROR)
-    before, cudnn_attention = dict(os.environ), torch.backends.cuda.cudnn_sdp_enabled()
+    before = dict(os.environ)
+    cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
     os.environ.update(changed)
     for name in [name for name in os.environ if name in _TORCHRUN or name.startswith("TORCHELASTIC_")]:
         del os.environ[name]

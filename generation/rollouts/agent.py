@@ -131,7 +131,8 @@ def inline_rollout(agent: Agent, tags: InlineTags = InlineTags()) -> RolloutFunc
         """Run one episode: one answer, extended by the results of the calls in it."""
         chat = llm.conversation()
         stopping = replace(sampling, stop=[*sampling.stop, tags.end])
-        left, calls = sampling.max_tokens, 0
+        left = sampling.max_tokens
+        calls = 0
         while (
             generation := await chat.sample(replace(stopping, max_tokens=left), continues=calls > 0)
         ) is not None:
@@ -254,7 +255,8 @@ async def _converse_in(
     environment: Any, chat: Conversation, sampling: SamplingSettings, agent: Agent
 ) -> Trajectory:
     """Run all turns of an episode in an environment. Return its trajectory with the reward."""
-    cls, turn_rewards = type(environment).__name__, list[float]()
+    cls = type(environment).__name__
+    turn_rewards = list[float]()
 
     async def turn_reward() -> None:
         value = await chat.llm.outside(agent.runner.call(environment.turn_reward))
@@ -267,7 +269,8 @@ async def _converse_in(
     after_turn = turn_reward if hasattr(environment, "turn_reward") else None
     responding = respond if hasattr(environment, "respond") else None
     await converse(chat, sampling, agent, in_order=True, respond=responding, after_turn=after_turn)
-    trajectory, final = chat.trajectory(text=chat.answer), dict[str, float]()
+    trajectory = chat.trajectory(text=chat.answer)
+    final = dict[str, float]()
     if (function := getattr(environment, "get_reward", None)) is not None:
         arguments = [trajectory] if inspect.signature(function).parameters else []
         returned = await chat.llm.outside(agent.runner.call(functools.partial(function, *arguments)))
@@ -313,7 +316,8 @@ def _after_reset(llm: PolicyLLM, observation: Any, schemas: list[dict[str, Any]]
         added, str
     ):
         *before, last = llm.messages or []
-        observation, images = [*before, {**last, "content": _joined(last["content"], added)}], llm.images
+        observation = [*before, {**last, "content": _joined(last["content"], added)}]
+        images = llm.images
     settings = dict(llm.settings.chat_template_kwargs)
     if schemas:
         settings["tools"] = schemas
@@ -329,7 +333,8 @@ def _after_reset(llm: PolicyLLM, observation: Any, schemas: list[dict[str, Any]]
     images = llm.conversation([]).read_images(sources)
     ids, spans = llm.image_rules.processor.expand(text, images, special=False)
     chat = llm.conversation(ids)
-    chat.images, chat.image_spans = images, spans
+    chat.images = images
+    chat.image_spans = spans
     return chat
 
 

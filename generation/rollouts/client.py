@@ -131,7 +131,9 @@ class ClientRollout:
                 asyncio.wrap_future(thread.submit(call_user(run))), llm.turnstile
             )
         finally:
-            lost, fatal, trajectories = server.lost_keys(key), server.fatal(key), server.take(key)
+            lost = server.lost_keys(key)
+            fatal = server.fatal(key)
+            trajectories = server.take(key)
             if fatal is not None:
                 llm.fatal = fatal
             if llm.engine.llm.errored:  # the client itself can only report that its request has failed
@@ -145,7 +147,8 @@ class ClientRollout:
                 "the client ended without an answer of the policy: it must use base_url and api_key"
             )
         scored = returned if isinstance(returned, Scored) else Scored(returned)
-        parts, description = scored.reward, "the client returned"
+        parts = scored.reward
+        description = "the client returned"
         if isinstance(parts, Mapping):
             parts = {
                 str(name): checked_reward(value, f"{description} as {name!r}")
@@ -155,8 +158,10 @@ class ClientRollout:
         else:
             parts, reward = {}, 0.0 if parts is None else checked_reward(parts, description)
         for trajectory in trajectories:
-            trajectory.prompt_index, trajectory.sample_index = llm.prompt_index, llm.sample_index
-            trajectory.reward, trajectory.reward_parts = reward, dict(parts)
+            trajectory.prompt_index = llm.prompt_index
+            trajectory.sample_index = llm.sample_index
+            trajectory.reward = reward
+            trajectory.reward_parts = dict(parts)
         for name, value in scored.metrics.items():
             trajectories[0].metrics[f"client/{name}"] = checked_reward(
                 value, f"{description} as metric {name!r}"
@@ -169,7 +174,8 @@ class ClientRollout:
 
         The deadline is kept on this event loop, since the client may block its own.
         """
-        begun, left = time.monotonic(), self.timeout_s
+        begun = time.monotonic()
+        left = self.timeout_s
         try:
             while left > 0:
                 if (await asyncio.wait({running}, timeout=max(left, 0.1)))[0]:
@@ -181,7 +187,8 @@ class ClientRollout:
             running.cancel()
 
     async def _start(self, llm: PolicyLLM) -> tuple[CapturingServer, EngineThread]:
-        sampling, eos = llm.settings.sampling, llm.tokenizer.eos_token_id
+        sampling = llm.settings.sampling
+        eos = llm.tokenizer.eos_token_id
         server = await self.start_server(
             llm.engine,
             model_name=MODEL,
@@ -201,7 +208,8 @@ class ClientRollout:
         its connection.
         """
         if self._running is not None:
-            (server, thread), self._running = self._running, None
+            (server, thread) = self._running
+            self._running = None
             if self.end_client is not None:
                 await asyncio.wrap_future(thread.submit(self.end_client()))
             await asyncio.to_thread(thread.close)

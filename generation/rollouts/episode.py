@@ -108,7 +108,8 @@ class PolicyLLM:
             settings.seed, settings.step, self.prompt_index, self.sample_index, self.calls
         )
         self.calls += 1
-        unfinished, self.unfinished = self.unfinished, None
+        unfinished = self.unfinished
+        self.unfinished = None
         try:
             if images is None:
                 images, image_spans = self._row_images(prompt_ids)

@@ -186,7 +186,8 @@ async def _checked(function: RolloutFunction, llm: PolicyLLM, row: dict[str, Any
         )
     for trajectory in trajectories:
         llm.add_routes(trajectory)
-        trajectory.prompt_index, trajectory.sample_index = llm.prompt_index, llm.sample_index
+        trajectory.prompt_index = llm.prompt_index
+        trajectory.sample_index = llm.sample_index
         mark_versions(trajectory, llm.sampled)
         check_rewards(trajectory, getattr(function, "__qualname__", "the rollout"))
     return trajectories
@@ -278,10 +279,8 @@ class CarriedEpisodes:
         error that `on_sample` raises, end all episodes.
         """
         self.engine.state.check_can_generate(version)
-        advanced, failed = (
-            asyncio.ensure_future(self._continue_and_begin(version, new)),
-            asyncio.ensure_future(self._failed.wait()),
-        )
+        advanced = asyncio.ensure_future(self._continue_and_begin(version, new))
+        failed = asyncio.ensure_future(self._failed.wait())
         try:
             await asyncio.wait({advanced, failed}, return_when=asyncio.FIRST_COMPLETED)
             if self._failure is not None:
@@ -309,7 +308,8 @@ class CarriedEpisodes:
         return self.complete()
 
     def _begin(self, beginning: Beginning, sample: int) -> None:
-        group, resources = beginning.group, ExitStack()
+        group = beginning.group
+        resources = ExitStack()
         turnstile = resources.enter_context(self.slices.episode(self._room))
         llm = PolicyLLM(
             self.engine,
@@ -327,7 +327,8 @@ class CarriedEpisodes:
 
         async def run() -> None:
             """Run the episode to its end, over as many steps as it takes."""
-            row, on_sample = dict(beginning.row), beginning.on_sample
+            row = dict(beginning.row)
+            on_sample = beginning.on_sample
             group.done[sample] = await scored_episode(self.function, llm, row, on_sample, self._room)
 
         def ended(task: asyncio.Task[None]) -> None:

@@ -35,7 +35,8 @@ _CONNECTION_CLOSED = -32000  # the SDK's error code
 _CLOSE_SECONDS = 10.0  # the SDK asks a server to end, then kills it, within 6.5 s
 _MOST_BYTES = 16 << 20  # of a server's output in answer to one call, or to the question for its tools
 _MOST_LINES = 20_000  # of that output; a line that is not a message takes the SDK some 0.1 ms
-_MOST_TOOLS, _MOST_PAGES = 1000, 100
+_MOST_TOOLS = 1000
+_MOST_PAGES = 100
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")  # MCP's rule for names of tools (SEP-986)
 
 
@@ -111,10 +112,8 @@ def _list_tools(server: McpServer) -> list[dict[str, Any]]:
             return asyncio.run(ask(copier.input))
         except Exception as error:  # the SDK may raise anything where the program is not an MCP server
             late = f"it took more than {_LIST_SECONDS:g} s" if isinstance(error, TimeoutError) else ""
-            reason, output_end = (
-                output.refused or late or _first_error(error),
-                " ".join(copier.end().split())[-200:],
-            )
+            reason = output.refused or late or _first_error(error)
+            output_end = " ".join(copier.end().split())[-200:]
             reason += f"; it last printed: {output_end}" if output_end else ""
             raise ValueError(
                 f"the MCP server {server.name!r} does not list its tools: {reason}"
@@ -183,8 +182,11 @@ def _one_line(record: logging.LogRecord) -> bool:
     output = _OUTPUT.get(None)
     if output is None or not record.exc_info:
         return True
-    first, output.warned = not output.warned, True
-    error, record.exc_info, record.args = record.exc_info[1], None, ()
+    first = not output.warned
+    output.warned = True
+    error = record.exc_info[1]
+    record.exc_info = None
+    record.args = ()
     detail = " ".join(str(error).split())[:200]
     record.msg = (
         f"the MCP server {output.server!r} writes lines that are not messages; the first of them: "
@@ -275,10 +277,8 @@ class McpTools:
         self.tools = [self._tool(server, schema) for server in servers for schema in listed[server.name]]
 
     def _tool(self, server: McpServer, schema: dict[str, Any]) -> Tool:
-        name, parameters = (
-            schema["function"]["name"],
-            schema["function"]["parameters"].get("properties", {}),
-        )
+        name = schema["function"]["name"]
+        parameters = schema["function"]["parameters"].get("properties", {})
 
         async def function(**arguments: Any) -> str:
             return await (await self._session(server)).call(name, arguments)

@@ -274,7 +274,8 @@ def _trajectory(
         complete = [span for span in done.image_spans if span[0] < end]
         if complete and sum(complete[-1]) > end:
             raise ValueError(f"the sampler's result {index} is cut within an image")
-        done.images, done.image_spans = done.images[: len(complete)], tuple(complete)
+        done.images = done.images[: len(complete)]
+        done.image_spans = tuple(complete)
     aborted = answer.finish_reason not in ("stop", "length")
     done.finish_reason = "error" if aborted else answer.finish_reason
     done.error = answer.error or (
@@ -294,7 +295,8 @@ def _answer_of(output: Any, history: History) -> tuple[Generation, int | None]:
         raise ValueError(
             f"has {len(output.outputs)} answers: return one, since each prompt is there for each sample"
         )
-    same, token_ids = (output.request_id, output.outputs[0].index), list(output.outputs[0].token_ids)
+    same = (output.request_id, output.outputs[0].index)
+    token_ids = list(output.outputs[0].token_ids)
     answer = next((a for a in reversed(history.generations) if (a.request_id, a.index) == same), None)
     if answer is None:
         raise ValueError("is an output that this engine has not returned in this rollout")

@@ -195,7 +195,8 @@ class SamplerLLM:
                 check_request(params)
                 params = SamplingParams(**params)
             copies.append((params or self.sampling_params).clone())
-            copies[-1].logprobs, copies[-1].detokenize = copies[-1].logprobs or 0, True
+            copies[-1].logprobs = copies[-1].logprobs or 0
+            copies[-1].detokenize = True
             copies[-1].output_kind = RequestOutputKind.FINAL_ONLY
         return copies
 
@@ -209,7 +210,8 @@ class SamplerLLM:
 
         The seed depends on prompt, sample and the number of the call only.
         """
-        settings, call = self.settings, self._calls[request.place]
+        settings = self.settings
+        call = self._calls[request.place]
         self._calls[request.place] += 1
         longest = params.max_tokens or self.engine.settings.max_model_len
         params.max_tokens = response_budget(
@@ -220,20 +222,21 @@ class SamplerLLM:
         output, error = await self._sample(request, params)
         output.prompt = output.prompt or str(request.text)
         for generation in generations_of(output, settings.policy_version):
-            generation.position, generation.place, generation.parent = (
-                request.position,
-                request.place,
-                request.parent,
-            )
-            generation.off_policy, generation.error = off_policy(params, self._training), error
-            generation.images, generation.image_spans = request.input.images, request.input.spans
+            generation.position = request.position
+            generation.place = request.place
+            generation.parent = request.parent
+            generation.off_policy = off_policy(params, self._training)
+            generation.error = error
+            generation.images = request.input.images
+            generation.image_spans = request.input.spans
             self.history.add(generation, request.messages)
         return output
 
     async def _sample(self, request: Request, params: "SamplingParams") -> "tuple[RequestOutput, str]":
         """Return the engine's output, or an output without tokens and the reason for it."""
         if params.max_tokens == 0:
-            count, limit = len(request.input.ids), self.engine.settings.max_model_len
+            count = len(request.input.ids)
+            limit = self.engine.settings.max_model_len
             problem = "" if request.parent else f"a prompt of {count} tokens leaves no room in {limit}"
             return self._without_tokens(request, "length"), problem
         try:

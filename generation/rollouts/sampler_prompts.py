@@ -85,8 +85,10 @@ def prompt_batch(
     """
     batch = list[PromptText]()
     for i in indices:
-        text, (stored, spans) = tokenizer.decode(list(prompts[i])), images[i] if images else ((), ())
-        read, row = tuple(image.read() for image in stored), rows[i] if rows else None
+        text = tokenizer.decode(list(prompts[i]))
+        (stored, spans) = images[i] if images else ((), ())
+        read = tuple(image.read() for image in stored)
+        row = rows[i] if rows else None
         chat = messages[i] if messages else None
         batch += [
             PromptText(text, prompts[i], i, sample, chat, row, read, spans)
@@ -282,7 +284,8 @@ class PromptReader:
         begins = (p for p in self.batch if ids[: len(p.token_ids)] == p.token_ids)
         origin = parent or next(begins, None)
         start = _input_of(origin) if origin is not None else PromptInput([])
-        added, later = ids[len(start.ids) :], _images_after(start, images)
+        added = ids[len(start.ids) :]
+        later = _images_after(start, images)
         with subject("a prompt"):
             return start.followed_by(added, later, self.rules.processor.spans(added, later))
 

@@ -81,7 +81,8 @@ class Limits:
 
         `request` is parsed by vLLM already, so that "129" and 129.0 have become 129.
         """
-        n, prompt = getattr(request, "n", None) or 1, getattr(request, "prompt", None)
+        n = getattr(request, "n", None) or 1
+        prompt = getattr(request, "prompt", None)
         prompts = (
             len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
         )
@@ -139,11 +140,15 @@ def _locate(error: Mapping[str, Any], body: Any) -> tuple[list[str], tuple[Any, 
     """Return the path in the body of the value that an error is about, and the types that pydantic
     tried for it.
     """
-    where, types, value, (_, *path) = list[str](), list[Any](), body, error["loc"]
+    where = list[str]()
+    types = list[Any]()
+    value = body
+    (_, *path) = error["loc"]
     for part in path:
         keys = range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()
         if part in keys:
-            where, value = [*where, str(part)], value[part]
+            where = [*where, str(part)]
+            value = value[part]
         elif error["type"] != "missing" or part != path[-1]:
             types.append(part)
     return where + [str(path[-1])] * (error["type"] == "missing"), tuple(types)
@@ -160,7 +165,8 @@ def fill_sampling(request: Any, trained: SamplingSettings) -> None:
         if getattr(request, name) is None:
             setattr(request, name, getattr(trained, name))
     for name in ("stop", "stop_token_ids"):
-        chosen, defaults = getattr(request, name) or [], getattr(trained, name)
+        chosen = getattr(request, name) or []
+        defaults = getattr(trained, name)
         chosen = [chosen] if isinstance(chosen, str) else chosen
         setattr(request, name, [*chosen, *(value for value in defaults if value not in chosen)])
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
@@ -332,7 +338,8 @@ class AnswerSender:
         """Return the response to send. vLLM's own checks crash on some requests, so an error that
         it raises before the engine has begun to answer is reported as a bad request.
         """
-        status, refused = self._start.get("status", 500), self._call.refused
+        status = self._start.get("status", 500)
+        refused = self._call.refused
         if refused is not None and (status >= 400 or self._streams):
             return error_response(refused.status, str(refused))
         if self._streams and self._waiting.startswith(_FAILED):
@@ -364,7 +371,8 @@ class AnswerSender:
         """Add a finished choice's ids and log-probabilities to `choice`, and record a chat's
         message in the history.
         """
-        generation, conversation = self._call.generations.get(index), self._call.conversation
+        generation = self._call.generations.get(index)
+        conversation = self._call.conversation
         if generation is None:
             return
         if self._call.messages is not None and conversation is not None:

@@ -129,7 +129,8 @@ class StoredResponses(OrderedDict[str, bytes]):
                     400,
                     f"{name} is set, but this server stores only responses: use previous_response_id",
                 )
-        new_input, previous = body.get("input"), body.pop("previous_response_id", None)
+        new_input = body.get("input")
+        previous = body.pop("previous_response_id", None)
         items = [{"role": "user", "content": new_input}] if isinstance(new_input, str) else new_input
         if not isinstance(items, list):
             return []  # vLLM will report the mistake

@@ -10,7 +10,8 @@ from typing import Any
 
 from generation.server.conversations import VLLM_ERRORS, Refused
 
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 Item = dict[str, Any]
 
 
@@ -78,7 +79,8 @@ def message_in(path: str, answer: Mapping[str, Any]) -> dict[str, Any] | None:
     answer is empty.
     """
     parts: Sequence[Item] = answer["output" if path == RESPONSES else "content"]
-    content, calls = "", list[Item]()
+    content = ""
+    calls = list[Item]()
     for part in parts:
         if part["type"] == "message":
             content += "".join(piece.get("text") or "" for piece in part["content"])

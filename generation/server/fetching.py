@@ -44,7 +44,8 @@ async def fetch(url: str, limit: int) -> bytes:
     """
     where = url[:60]
     connector = aiohttp.TCPConnector(socket_factory=_socket, force_close=True)
-    total, plain = aiohttp.ClientTimeout(total=SECONDS), {"Accept-Encoding": "identity"}
+    total = aiohttp.ClientTimeout(total=SECONDS)
+    plain = {"Accept-Encoding": "identity"}
     try:
         async with (  # not decompressed: a small file may not become a large one
             aiohttp.ClientSession(

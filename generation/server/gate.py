@@ -37,8 +37,12 @@ from generation.server.dialects import MESSAGES, RESPONSES
 from generation.server.served_engine import check_ready
 
 KEY_HEADER = "x-hotbunk-trajectory"
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-TOKENIZE, DETOKENIZE, MODELS, METRICS = "/tokenize", "/detokenize", "/v1/models", "/metrics"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
+MODELS = "/v1/models"
+METRICS = "/metrics"
 ANSWERING = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 VLLM_PATHS = (
     *(*ANSWERING, f"{MESSAGES}/count_tokens", TOKENIZE, DETOKENIZE, MODELS),
@@ -101,17 +105,20 @@ class Gate:
                 403,
                 f"this server listens on loopback, and is not {name[:80]!r}: use localhost or 127.0.0.1",
             )
-        path, conversation = request.scope["path"], None
+        path = request.scope["path"]
+        conversation = None
         if path.startswith(TRAJECTORY_PATH):
             slug, _, rest = path.removeprefix(TRAJECTORY_PATH).partition("/")
-            path, conversation = f"/{rest}", self.conversations.by_slug.get(slug)
+            path = f"/{rest}"
+            conversation = self.conversations.by_slug.get(slug)
             if conversation is None:
                 raise Refused(404, "there is no such trajectory, or it has ended")
         # Anthropic's clients add /v1 to a base URL that ends with it
         path = path.replace("/v1/v1/", "/v1/", 1)
         if path not in (*VLLM_PATHS, METRICS) and not path.startswith(f"{MODELS}/"):
             raise Refused(404, f"there is no {path[:80]} on this server, which has {', '.join(SERVED)}")
-        api_key, token = self.settings.api_key, _token(request)
+        api_key = self.settings.api_key
+        token = _token(request)
         opened = self.conversations.get(token)
         if conversation is not None and not _equal(token, conversation.key):
             for counts in (conversation.counts, self.conversations.counts):
@@ -135,7 +142,9 @@ class Gate:
         """Return the call of a request for answers, with the trajectory that its header or bearer
         token names.
         """
-        token, key, api_key = _token(request), request.headers.get(KEY_HEADER, ""), self.settings.api_key
+        token = _token(request)
+        key = request.headers.get(KEY_HEADER, "")
+        api_key = self.settings.api_key
         conversation = self.conversations.get(key or token)
         if key and not self.settings.header_keys:
             raise Refused(
@@ -187,7 +196,8 @@ class Gate:
             await self._tokenize(request, send, call.exact, body)
             return
         # vLLM's request is without the fields that only this server understands.
-        scope, raw = dict(request.scope), json.dumps(body).encode()
+        scope = dict(request.scope)
+        raw = json.dumps(body).encode()
         headers = MutableHeaders(scope=scope)
         headers["content-length"] = str(len(raw))
         del headers["transfer-encoding"]
@@ -213,9 +223,11 @@ class Gate:
         """Return the complete body. Raises Refused where it is too large, or its header says so, or
         takes too long.
         """
-        seconds, rules = self.settings.body_timeout_s, self.settings.image_rules
+        seconds = self.settings.body_timeout_s
+        rules = self.settings.image_rules
         limit = self.settings.max_body_bytes + (3 * rules.max_bytes if rules is not None else 0)
-        announced, body = request.headers.get("content-length", ""), bytearray()
+        announced = request.headers.get("content-length", "")
+        body = bytearray()
         too_large = Refused(413, f"the request is larger than {limit:,} bytes")
         if announced.isdecimal() and int(announced) > limit:
             raise too_large

@@ -41,7 +41,8 @@ def continued(
     begin = len(exact.ids)
     if ids == rendered.ids or ids[:begin] != exact.ids:
         return rendered
-    moved, rest = len(ids) - len(rendered.ids), len(rendered.ids) - (len(ids) - begin)
+    moved = len(ids) - len(rendered.ids)
+    rest = len(rendered.ids) - (len(ids) - begin)
     later = [(start + moved, length) for start, length in rendered.spans if start >= rest]
     earlier = rendered.images[: len(rendered.images) - len(later)]
     if exact.answer is None:
@@ -63,7 +64,8 @@ def serve_images(renderer: "BaseRenderer", rules: ImageRules) -> None:
     rules = replace(rules, limits=replace(rules.limits, decoded=DECODED))
     # A single thread: images are decoded one at a time, to save memory
     decoder = ThreadPoolExecutor(1, "images")
-    render, tokenize = type(renderer).render_messages_async, renderer._tokenize_prompt_async
+    render = type(renderer).render_messages_async
+    tokenize = renderer._tokenize_prompt_async
 
     async def render_messages(messages: Sequence[Any], params: Any) -> Any:
         return await render(renderer, await _with_images(messages, rules, decoder), params)

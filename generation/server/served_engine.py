@@ -123,7 +123,8 @@ class ServedEngine:
             version = check_ready(self._worker, call)
             exact = self._exact_prompt(call, prompt)
             params = self._params(call, sampling_params, len(exact.ids))
-        first, call.choices = call.choices, call.choices + params.n
+        first = call.choices
+        call.choices = call.choices + params.n
         sampled = _Sampled(exact, version, params)
         turnstile = call.conversation.turnstile if call.conversation is not None else None
         if turnstile is None:
@@ -149,9 +150,11 @@ class ServedEngine:
         """
         from vllm.sampling_params import RequestOutputKind
 
-        params, prompt = sampled.params, sampled.prompt
+        params = sampled.params
+        prompt = sampled.prompt
         slice_params = params.clone()
-        slice_params.n, slice_params.output_kind = 1, RequestOutputKind.FINAL_ONLY
+        slice_params.n = 1
+        slice_params.output_kind = RequestOutputKind.FINAL_ONLY
 
         async def choice(index: int) -> "tuple[RequestOutput, CompletionOutput]":
             # vLLM's seeds with n > 1
@@ -165,11 +168,9 @@ class ServedEngine:
         async with aclosing(as_ready(map(choice, range(params.n)))) as ready:
             done = dict([pair async for pair in ready])
         output = done[0][0]
-        output.prompt, output.outputs, output.finished = (
-            text,
-            [done[index][1] for index in sorted(done)],
-            True,
-        )
+        output.prompt = text
+        output.outputs = [done[index][1] for index in sorted(done)]
+        output.finished = True
         yield output
 
     async def _captured(
@@ -208,7 +209,8 @@ class ServedEngine:
         """Return the prompt with exact ids, and its images."""
         if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
             raise Refused(400, "a prompt must be text or token ids: embeddings cannot be trained on")
-        ids, exact = list(prompt["prompt_token_ids"]), call.exact
+        ids = list(prompt["prompt_token_ids"])
+        exact = call.exact
         if exact is not None and exact.answer is not None and call.conversation is not None:
             ids = call.conversation.history.continued(exact, ids)
         elif exact is not None:
@@ -330,7 +332,8 @@ class _Sampled:
         if self.params.output_kind is RequestOutputKind.DELTA:
             ids = self.ids.get(choice.index, []) + ids
             logprobs = self.logprobs.get(choice.index, []) + logprobs
-        self.ids[choice.index], self.logprobs[choice.index] = ids, logprobs
+        self.ids[choice.index] = ids
+        self.logprobs[choice.index] = logprobs
         if choice.finish_reason is None:
             return None
         if choice.finish_reason == "abort":
@@ -365,7 +368,8 @@ def joined_slices(
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     parts = [output.outputs[0] for output in outputs]
-    joined, logprobs = parts[-1], parts[0].logprobs
+    joined = parts[-1]
+    logprobs = parts[0].logprobs
     for part in parts[1:]:
         logprobs.extend(part.logprobs)
     if params.detokenize and len(parts) > 1:
@@ -377,7 +381,9 @@ def joined_slices(
         for part in parts:
             detokenizer.update(list(part.token_ids), part.finish_reason == "stop")
         joined.text = detokenizer.get_next_output_text(finished=True, delta=False)
-    joined.index, joined.logprobs, joined.weight_versions = index, logprobs, None
+    joined.index = index
+    joined.logprobs = logprobs
+    joined.weight_versions = None
     joined.token_ids = [token for part in parts for token in part.token_ids]
     joined.cumulative_logprob = sum(part.cumulative_logprob for part in parts)
     return joined
@@ -472,7 +478,9 @@ def _one_line(record: logging.LogRecord) -> bool:
         return False
     first = not call.unread and call.count("unread_calls")
     call.unread = True
-    error, record.exc_info, record.args = record.exc_info[1], None, ()
+    error = record.exc_info[1]
+    record.exc_info = None
+    record.args = ()
     record.msg = (
         f"an answer's tool calls cannot be read ({error}); further such answers count in "
         "server/unread_calls"

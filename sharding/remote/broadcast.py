@@ -72,7 +72,8 @@ class Broadcast(Transport):
         """
         self.buffers: list[torch.Tensor] = []
         self.world_size, _ = engine_ranks(1, workers)
-        self.ip, self.port = ip, port
+        self.ip = ip
+        self.port = port
         self.store: GroupStore | None = None
         self.lost = "no engine has joined yet: connect() comes first"
         self._device = device
@@ -258,7 +259,8 @@ class CollectiveSender:
         if settings.delta:
             transport = Delta(transport, LastSent("workers have joined or left" if session else ""))
         self._update = Update(source, transport, settings, adapter)
-        self.ip, self.port = self._broadcast.ip, self._broadcast.port
+        self.ip = self._broadcast.ip
+        self.port = self._broadcast.port
         self.world_size = self._broadcast.world_size
         self.train_world_size = TRAIN_WORLD_SIZE
         store = self._broadcast.store

@@ -34,7 +34,8 @@ from sharding.wire.group import GroupStore, StoreChannel, own_address
 
 def _line(store: dist.Store, number: int, outwards: bool) -> StoreChannel:
     """Return one end of the conversation between rank 0 and rank `number` of the run."""
-    there, back = f"apart/to/{number}", f"apart/from/{number}"
+    there = f"apart/to/{number}"
+    back = f"apart/from/{number}"
     boxes = (there, back) if outwards else (back, there)
     return StoreChannel(GroupStore(store, "the run's store"), *boxes)
 

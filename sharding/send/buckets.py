@@ -48,7 +48,8 @@ class Slot:
             begin = number * shard + self.start
             offset = self.offset + number * length
             for piece in self.parameter.pieces:
-                first, last = max(begin, piece.offset), min(begin + length, piece.offset + piece.nbytes)
+                first = max(begin, piece.offset)
+                last = min(begin + length, piece.offset + piece.nbytes)
                 if first < last:
                     at = (first - piece.offset) // piece.itemsize
                     count = (last - first) // piece.itemsize

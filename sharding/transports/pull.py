@@ -288,7 +288,8 @@ def _parts(
     """
     for piece in parameter.pieces:
         start = piece.offset // piece.itemsize
-        begin, end = max(first, start), min(first + count, start + piece.nbytes // piece.itemsize)
+        begin = max(first, start)
+        end = min(first + count, start + piece.nbytes // piece.itemsize)
         if begin < end:
             at = offset + (begin - first) * getattr(torch, dtype).itemsize
             yield [piece.name, dtype, begin - start, end - begin, source, storage, at]

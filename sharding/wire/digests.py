@@ -167,7 +167,8 @@ def _window(view: View, draw: random.Random) -> View:
     offset, shape, stride = view
     while math.prod(shape) > WINDOW and (inner := math.prod(shape[1:])) > WINDOW:
         offset += draw.randrange(shape[0]) * stride[0]
-        shape, stride = shape[1:], stride[1:]
+        shape = shape[1:]
+        stride = stride[1:]
     if math.prod(shape) <= WINDOW:
         return offset, shape, stride
     rows = WINDOW // inner
@@ -182,7 +183,8 @@ def part_of(view: View, values: Tensor, first: int) -> Tensor:
     offset, shape, stride = view
     start = offset - first
     span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-    begin, end = max(start, 0), min(start + span, values.numel())
+    begin = max(start, 0)
+    end = min(start + span, values.numel())
     if end - begin == span:
         return values.as_strided(shape, stride, values.storage_offset() + start)
     if begin >= end:

@@ -209,7 +209,8 @@ class RouteRecorder:
         table = batch.block_table[0]
         end = 0
         for row, name in enumerate(batch.req_ids):
-            begin, end = end, end + scheduled[name]
+            begin = end
+            end = end + scheduled[name]
             start = int(batch.num_computed_tokens_cpu[row])
             positions = np.arange(start + end - begin)
             slots = (

@@ -326,7 +326,8 @@ def _rows_within(view: View, first: int, last: int) -> tuple[range, range]:
     if step == 0:  # all rows are the same elements
         return range(rows), range(0)
     span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-    first, last = first - offset, last - offset
+    first = first - offset
+    last = last - offset
     touched = range(max((first - span) // step + 1, 0), min(-(-last // step), rows))
     return touched, range(max(-(-first // step), 0), min((last - span) // step + 1, rows))
 

@@ -109,7 +109,9 @@ def whiten(values: Tensor, mask: Tensor, total: Tensor, epsilon: float = EPSILON
     whichever it is; `total` [3] float64 is the sum of `moments` over everything that the step
     trains on, over all ranks. The result is 0 everywhere if all values are equal.
     """
-    count, mean, square = total[0], total[1] / total[0].clamp(min=1), total[2] / total[0].clamp(min=1)
+    count = total[0]
+    mean = total[1] / total[0].clamp(min=1)
+    square = total[2] / total[0].clamp(min=1)
     variance = square - mean.square()
     if count == 0 or variance <= 1e-13 * square:  # so small a variance is the rounding of equal values
         return torch.zeros_like(values, dtype=torch.float32)
@@ -188,7 +190,8 @@ def turn_relative(
     `taken` [P, G, K] is 1 where the sample has this turn. The result [P, G, K] is put on tokens by
     `spread_over_turns`.
     """
-    present, values = taken.bool(), returns.float()
+    present = taken.bool()
+    values = returns.float()
     count = present.sum(dim=1, keepdim=True).clamp(min=1)
     mean = torch.where(present, values, 0.0).sum(dim=1, keepdim=True) / count
     centred = torch.where(present, values - mean, 0.0)

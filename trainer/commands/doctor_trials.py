@@ -39,7 +39,9 @@ from trainer.types import MicroBatch, Sample
 
 MIB = 2**20
 KV_CACHE_GIB = 0.25
-PROMPTS, TOKENS = 8, 32  # of each shift: prompts, and tokens of an answer
+# Of each shift: prompts, and tokens of an answer
+PROMPTS = 8
+TOKENS = 32
 TEMPERATURES = (1.0, 0.7)  # of the answers after the first sync, and after the second
 SHIFTS = 10
 DRIFT_MIB = 64  # growth of memory over the shifts that is not a leak
@@ -154,7 +156,8 @@ class Trial:
         prompts = [[numbers.randrange(2, 512) for _ in range(8)] for _ in range(PROMPTS)]
         answers: list[dict[str, Any]] = []
         if self.leader is not None:
-            engine, settings = self.leader.engine, SamplingSettings(TOKENS, temperature)
+            engine = self.leader.engine
+            settings = SamplingSettings(TOKENS, temperature)
 
             async def answers_to_all() -> list[Generation]:
                 requests = [
@@ -170,7 +173,8 @@ class Trial:
             ]
         samples = []
         for prompt, answer in zip(prompts, exchange(answers)[0], strict=True):
-            ids, start = answer["token_ids"], len(prompt)
+            ids = answer["token_ids"]
+            start = len(prompt)
             mask = [0] * start + [1] * len(ids)
             samples.append(Sample(prompt + ids, mask, [0.0] * start + answer["logprobs"]))
         return micro_batches(samples, 8192, 0, self.device, count=1)[0]
@@ -214,7 +218,8 @@ def report_shifts(trial: Trial, batch: MicroBatch, report: ReportFn) -> None:
         used.append(trial.bytes())
     drift = (used[-1] - used[2]) / MIB
     remedy = "memory grows from shift to shift: report this with doctor.json"
-    change, ok = f"{drift:+.1f} MiB from the third to the last", drift <= DRIFT_MIB
+    change = f"{drift:+.1f} MiB from the third to the last"
+    ok = drift <= DRIFT_MIB
     report(f"memory over {SHIFTS} shifts", change, f"within {DRIFT_MIB} MiB", ok, remedy)
 
 
@@ -247,7 +252,8 @@ def report_syncs(trial: Trial, report: ReportFn) -> MicroBatch:
         ("first sync", "sync after an optimizer step"), TEMPERATURES, strict=True
     ):
         with trial.manager.generation_shift(trial.policy):
-            verified, seconds = trial.manager.report.verified, trial.manager.report.seconds["sync"]
+            verified = trial.manager.report.verified
+            seconds = trial.manager.report.seconds["sync"]
             batch = trial.sample(temperature)
         fact = f"verified: {verified or 'no'}, {seconds * 1e3:.0f} ms"
         report(sync, fact, "verified: full", verified == "full", remedy)
@@ -285,7 +291,8 @@ def pull(trial: Trial, report: ReportFn) -> None:
     """
     report_shifts(trial, report_syncs(trial, report), report)
     with trial.manager.generation_shift(trial.policy):
-        staged, seconds = trial.manager.report.staging_bytes, trial.manager.report.seconds["sync"]
+        staged = trial.manager.report.staging_bytes
+        seconds = trial.manager.report.seconds["sync"]
     remedy = "leave sync.way at staged on this machine, and report this with doctor.json"
     report("sync", f"{staged} bytes staged, {seconds * 1e3:.0f} ms", "0 bytes", staged == 0, remedy)
 

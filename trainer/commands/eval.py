@@ -125,7 +125,8 @@ class Evaluation:
         }
         check_token_ids(datasets, self.tokenizer, config.model)
         datasets = {f"eval.datasets.{held_out.name}": held_out.prompts for held_out in self.held_outs}
-        seed, timeout_s = config.run.seed, config.reward.timeout_s
+        seed = config.run.seed
+        timeout_s = config.reward.timeout_s
         for line in check_rewards(self.rewards, datasets, self.tokenizer, seed, timeout_s):
             say(line)
 
@@ -184,7 +185,8 @@ class Evaluation:
 
 def evaluate(evaluation: Evaluation, folder: Path) -> int:
     """Start the engine, sample, and write results to `folder` and to the screen."""
-    config, began = evaluation.config, time.perf_counter()
+    config = evaluation.config
+    began = time.perf_counter()
     answers: dict[str, list[Answer]] = {}
 
     def job(leader: Leader) -> int:

@@ -29,7 +29,8 @@ def export(checkpoint: Path, run: Path) -> Path:
     cannot be written.
     """
     folder = run / f"model_{checkpoint.name}"
-    kept, unfinished = folder / COMPLETE_MARKER, folder.with_name(f"{folder.name}.tmp")
+    kept = folder / COMPLETE_MARKER
+    unfinished = folder.with_name(f"{folder.name}.tmp")
     try:
         marker = (checkpoint / COMPLETE_MARKER).read_bytes()
         if kept.is_file() and kept.read_bytes() == marker:
@@ -68,7 +69,8 @@ def _write_model(checkpoint: Path, config: TrainConfig, folder: Path) -> None:
         read_tensors(checkpoint, metadata, {f"policy.model.{name}": tensor})
         return tensor
 
-    source, dtype = hf_format.resolve_folder(config.model.path), getattr(torch, config.policy.dtype)
+    source = hf_format.resolve_folder(config.model.path)
+    dtype = getattr(torch, config.policy.dtype)
     model = hf_format.build_meta_model(source, config.model, dtype, torch.device("cpu"))
     if config.lora.rank:
         add_adapters(model, config.lora, torch.float32, "meta")

@@ -105,7 +105,8 @@ def model_folder(name: str, step: int | None = None) -> Path:
     of its newest checkpoint; with `step`, it is the policy of that step's checkpoint. A line on
     stderr says which checkpoint is used. Raises UserError if there is no such model.
     """
-    folder, run = Path(name), run_folder(name)
+    folder = Path(name)
+    run = run_folder(name)
     chosen = folder if run != folder else None
     if not (run / "config.yaml").is_file():
         if chosen or step is not None:
@@ -120,7 +121,8 @@ def model_folder(name: str, step: int | None = None) -> Path:
                 f"--step: {chosen} is not a complete checkpoint: choose another one in its folder"
             )
     elif chosen is None:
-        result, chosen = run / "model" / "config.json", latest_complete(run / "checkpoints")
+        result = run / "model" / "config.json"
+        chosen = latest_complete(run / "checkpoints")
         newest = 0.0 if chosen is None else (chosen / COMPLETE_MARKER).stat().st_mtime
         if result.is_file() and result.stat().st_mtime >= newest:
             return result.parent

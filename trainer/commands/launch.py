@@ -43,7 +43,8 @@ def launch(argv: Sequence[str]) -> None:
         # options of torchrun, of another launcher
         del os.environ[name]
     count = _number("NPROC_PER_NODE", 1, 1024)
-    nodes, restarts = _number("NNODES", 1, 100000), _number("RESTARTS", 0, 1000000)
+    nodes = _number("NNODES", 1, 100000)
+    restarts = _number("RESTARTS", 0, 1000000)
     ranks = count if os.environ.get("NPROC_PER_NODE") else max(1, _count_gpus())
     # The current folder may have a trainer, a generation or a sharding of its own
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -114,7 +115,8 @@ def _check(argv: Sequence[str], world_size: int) -> None:
 
 def _rendezvous(nodes: int) -> list[str]:
     """Return the launcher's options for a run on several nodes."""
-    node, port = _number("NODE_RANK", 0, nodes - 1), _number("MASTER_PORT", 1, 65535, 29500)
+    node = _number("NODE_RANK", 0, nodes - 1)
+    port = _number("MASTER_PORT", 1, 65535, 29500)
     address = os.environ.get("MASTER_ADDR")
     if not address or not os.environ.get("NODE_RANK"):
         raise UserError(f"with NNODES={nodes}, NODE_RANK and MASTER_ADDR must be set, too.")

@@ -120,9 +120,12 @@ def verdict(config: TrainConfig, model: ModelSizes, ranks: int, device_gib: floa
 
 def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
     """Yield names and values of a step's sizes."""
-    batch, algorithm, training = config.batch, config.algorithm, training_ranks(config, ranks)
+    batch = config.batch
+    algorithm = config.algorithm
+    training = training_ranks(config, ranks)
     engines = engine_workers(config, ranks) // config.engine.tensor_parallel_size
-    answers, share = batch.prompts_per_step * algorithm.group_size, answers_per_update(config, training)
+    answers = batch.prompts_per_step * algorithm.group_size
+    share = answers_per_update(config, training)
     flying = answers + prompts_ahead(config) * algorithm.group_size
     updates = batch.updates_per_step * algorithm.num_iterations
     largest = math.ceil(share / max(1, batch.tokens_per_micro_batch // longest(config)))
@@ -144,10 +147,8 @@ def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
     )
     yield "tokens a step", f"at most {answers * longest(config):,}, prompts included"
     if config.model.routes == "engine":
-        rows, copies = (
-            answers * longest(config) * route_bytes(config.model.path),
-            2 / max(engines, 1) + 2 / training,
-        )
+        rows = answers * longest(config) * route_bytes(config.model.path)
+        copies = 2 / max(engines, 1) + 2 / training
         yield (
             "routes",
             f"at most {rows * copies / GIB:.2f} GiB of a rank's host memory, {rows / GIB:.2f} a step",
@@ -161,9 +162,11 @@ def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
             "images in host memory",
             f"at most {host:.2f} GiB of a rank's share, and {kept:.2f} of an engine's",
         )
-        rollout, episode = config.rollout, config.rollout.max_image_mib / 1024
+        rollout = config.rollout
+        episode = config.rollout.max_image_mib / 1024
         if rollout.tools or rollout.mcp or rollout.code:
-            begun, trained = math.ceil(flying / max(engines, 1)), math.ceil(answers / max(training, 1))
+            begun = math.ceil(flying / max(engines, 1))
+            trained = math.ceil(answers / max(training, 1))
             asking = min(begun, config.engine.max_num_seqs + algorithm.group_size) * (
                 rollout.client is not None
             )

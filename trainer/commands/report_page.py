@@ -26,7 +26,8 @@ from trainer.run.verdict import verdict
 LIMIT = 20 * 10**6
 """Largest size of the page in bytes."""
 _POINTS = 2000  # largest number of points of a metric's curves, over all runs
-_ANSWER_BYTES, _TOKEN_BYTES = 8 * 10**6, 5 * 10**6
+_ANSWER_BYTES = 8 * 10**6
+_TOKEN_BYTES = 5 * 10**6
 # Factors of these limits, tried in turn until the page is small enough
 _SCALES = (1.0, 0.5, 0.25, 0.1, 0.03)
 # ␀, ␁ …
@@ -154,7 +155,8 @@ def some_steps(rows: Rows, limit: int) -> Rows:
     for row in rows:
         steps.setdefault(row["train/step"], []).append(row)
     sizes = {step: len(embedded({"rows": group}).encode()) for step, group in steps.items()}
-    order, every = sorted(steps, reverse=True), 1
+    order = sorted(steps, reverse=True)
+    every = 1
     while sum(sizes[step] for step in order[::every]) > limit and every < len(order):
         every *= 2
     chosen = [row for step in reversed(order[::every]) for row in steps[step]]
@@ -170,7 +172,8 @@ def recipe_lines(recipe: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
     lines = []
     for section, keys in recipe.items():
         for key, value in keys.items():
-            defaults, name = default.get(section, {}), f"{section}.{key}"
+            defaults = default.get(section, {})
+            name = f"{section}.{key}"
             text = (
                 ""
                 if name in ("model.path", "data.path") or key not in defaults

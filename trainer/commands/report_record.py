@@ -69,7 +69,8 @@ def read_record(folder: Path, begun: bool = True) -> RunRecord:
         raise UserError(
             f"{metrics} has no step yet, so there is nothing to report: wait for the first one"
         )
-    file, loaded = folder / "config.yaml", None
+    file = folder / "config.yaml"
+    loaded = None
     with suppress(yaml.YAMLError):  # older runs may have left an incomplete file
         loaded = yaml.safe_load(file.read_bytes()) if file.is_file() else None
     sections = loaded.items() if isinstance(loaded, dict) else ()
@@ -83,7 +84,8 @@ def state(record: RunRecord) -> str:
     """Return a sentence about the run's progress."""
     if not record.rows:
         return "No step is done yet."
-    last, wanted = record.rows[-1]["train/step"], record.recipe.get("run", {}).get("steps")
+    last = record.rows[-1]["train/step"]
+    wanted = record.recipe.get("run", {}).get("steps")
     when = f"{record.written:%Y-%m-%d %H:%M} UTC"
     spent = duration(
         sum(series(record.rows, "time/step")[1]) or sum(series(record.rows, "time/update")[1])
@@ -112,7 +114,8 @@ def remarks(rows: Rows) -> Iterator[str]:
     what = "log-probability gap between trainer and engine"
     steps, gaps = series(rows, "gap/max")
     if gaps:
-        worst, mean = max(gaps), statistics.fmean(series(rows, "gap/mean")[1])
+        worst = max(gaps)
+        mean = statistics.fmean(series(rows, "gap/mean")[1])
         step = steps[gaps.index(worst)]
         yield f"{what}: at most {worst:.1e} nats (step {step}), {mean:.1e} on average"
     trained = [row for row in rows if "reward/mean" in row]
@@ -121,7 +124,8 @@ def remarks(rows: Rows) -> Iterator[str]:
     if missing := sum("gap/max" not in row for row in trained):
         yield f"{what}: not measured in {missing} of {len(trained)} steps"
     if old := series(rows, "stale/share")[1]:
-        ages, oldest = series(rows, "stale/age_mean")[1], max(series(rows, "stale/age_max")[1])
+        ages = series(rows, "stale/age_mean")[1]
+        oldest = max(series(rows, "stale/age_max")[1])
         began = (
             f"answers began {statistics.fmean(ages):.2g} steps earlier on average, at most {oldest:.0f}"
         )
@@ -158,7 +162,8 @@ def phases(rows: Rows) -> Iterator[Sequence[str]]:
     everything = sum(sum(values) for _, values in spent.values()) or 1.0
     for key, (steps, values) in sorted(spent.items(), key=lambda item: -sum(item[1][1])):
         if values:
-            spent_here, longest = sum(values), max(values)
+            spent_here = sum(values)
+            longest = max(values)
             usual = _short(statistics.median(values))
             most = f"{_short(longest)} (step {steps[values.index(longest)]})"
             yield (

@@ -64,7 +64,8 @@ def main(arguments: argparse.Namespace) -> int:
     if not arguments.api_key and not is_loopback(arguments.host):
         where = f"--host {arguments.host[:80]} lets other machines connect"
         raise UserError(f"{where}: give an --api-key, set HOTBUNK_API_KEY, or listen on 127.0.0.1")
-    settings, folder = engine_settings(arguments.model, arguments.step), Path(arguments.model)
+    settings = engine_settings(arguments.model, arguments.step)
+    folder = Path(arguments.model)
     tokenizer = load_tokenizer(ModelConfig(path=settings.model))
     chosen = training_sampling(Path(settings.model)).get("stop_token_ids")
     ends = end_tokens(settings.model, tokenizer, stop_token_ids=chosen)

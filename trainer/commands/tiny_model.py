@@ -21,7 +21,10 @@ from transformers import (
 
 from trainer.surroundings import follow_umask
 
-PAD, BOS, EOS, START = "<|endoftext|>", "<|bos|>", "<|im_end|>", "<|im_start|>"
+PAD = "<|endoftext|>"
+BOS = "<|bos|>"
+EOS = "<|im_end|>"
+START = "<|im_start|>"
 TOOL_MARKS = [
     "<tool_call>",
     "</tool_call>",

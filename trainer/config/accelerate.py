@@ -151,7 +151,8 @@ def _translated(config: "ClusterConfig") -> dict[str, Any]:
     """
     from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
-    kind, precision = str(config.distributed_type.value), config.mixed_precision
+    kind = str(config.distributed_type.value)
+    precision = config.mixed_precision
     keys: dict[str, Any] = {"backend": _BACKENDS[kind]}
     if precision is not None:
         if str(precision) not in _DTYPES:

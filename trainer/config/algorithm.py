@@ -344,7 +344,8 @@ def check_algorithm(algorithm: AlgorithmConfig, updates: int, shared_critic: boo
     per step.
     """
     try:
-        loss, advantage = algorithm.loss_record, algorithm.advantage_record
+        loss = algorithm.loss_record
+        advantage = algorithm.advantage_record
     except UserError as error:
         yield str(error)
         return
@@ -422,7 +423,8 @@ def _check_loss(algorithm: AlgorithmConfig, loss: Loss, updates: int) -> Iterato
 
 
 def _check_advantage(algorithm: AlgorithmConfig, advantage: Advantage) -> Iterator[str]:
-    name, size = algorithm.advantage, algorithm.group_size
+    name = algorithm.advantage
+    size = algorithm.group_size
     selective = algorithm.selects_groups or algorithm.drop_zero_variance
     if size < 2 and advantage.compares:
         compared = f"answers are compared within their group (advantage: {name})"
@@ -449,7 +451,8 @@ def _check_advantage(algorithm: AlgorithmConfig, advantage: Advantage) -> Iterat
 def _check_other_models(
     algorithm: AlgorithmConfig, advantage: Advantage, shared_critic: bool
 ) -> Iterator[str]:
-    name, taught = algorithm.advantage, advantage.takes("teacher_logprobs")
+    name = algorithm.advantage
+    taught = advantage.takes("teacher_logprobs")
     if shared_critic and not advantage.takes("values"):
         names = _names(ADVANTAGES, methodcaller("takes", "values"))
         yield f"critic.shared is set, but algorithm.advantage is {name}: only {names} has a critic"
@@ -463,7 +466,8 @@ def _check_other_models(
 
 
 def _check_kl(algorithm: AlgorithmConfig, advantage: Advantage) -> Iterator[str]:
-    name, estimator = algorithm.kl_estimator, ESTIMATORS[algorithm.kl_estimator]
+    name = algorithm.kl_estimator
+    estimator = ESTIMATORS[algorithm.kl_estimator]
     if algorithm.kl_in_reward:
         if not estimator.in_reward:
             right = _names(ESTIMATORS, attrgetter("in_reward"))

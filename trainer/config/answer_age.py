@@ -43,7 +43,9 @@ def prompts_ahead(config: TrainConfig) -> int:
 
 def check_slices(config: TrainConfig) -> Iterator[str]:
     """Yield a sentence, with keys and remedy, for each setting that does not work with slices."""
-    rollout, algorithm, size = config.rollout, config.algorithm, config.rollout.slice_tokens
+    rollout = config.rollout
+    algorithm = config.algorithm
+    size = config.rollout.slice_tokens
     if size is None:
         for name, off in {"ahead": 0, "max_age": None, "old_tokens": "correct"}.items():
             if (value := getattr(rollout, name)) != off:

@@ -256,12 +256,11 @@ def _check_positions(config: TrainConfig, command: Command) -> Iterator[str]:
     micro-batch.
     """
     if command == "sft":
-        keys, longest = (
-            "data.max_prompt_tokens + sft.max_tokens",
-            config.data.max_prompt_tokens + config.sft.max_tokens,
-        )
+        keys = "data.max_prompt_tokens + sft.max_tokens"
+        longest = config.data.max_prompt_tokens + config.sft.max_tokens
     else:
-        keys, longest = "engine.max_model_len", config.engine.max_model_len
+        keys = "engine.max_model_len"
+        longest = config.engine.max_model_len
     for name, model in models_of(config, command):
         if (steady := steady_positions(model)) is not None and longest > steady[1]:
             kind, tokens = steady
@@ -308,11 +307,9 @@ def _check_lora(config: TrainConfig, command: str) -> Iterator[str]:
 
 
 def _check_batch(config: TrainConfig, ranks: int) -> Iterator[str]:
-    prompts, group, updates = (
-        config.batch.prompts_per_step,
-        config.algorithm.group_size,
-        config.batch.updates_per_step,
-    )
+    prompts = config.batch.prompts_per_step
+    group = config.algorithm.group_size
+    updates = config.batch.updates_per_step
     samples = prompts * group
     name = "batch.prompts_per_step * algorithm.group_size"
     yield from check_divides(name, samples, "the number of ranks", ranks)
@@ -379,7 +376,8 @@ def _check_lengths(config: TrainConfig) -> Iterator[str]:
 
 
 def _check_rollout(config: TrainConfig) -> Iterator[str]:
-    rollout, named = config.rollout, config.rollout.code
+    rollout = config.rollout
+    named = config.rollout.code
     if len(named) > 1:
         yield (
             f"rollout.{named[0]} and rollout.{named[1]} are both set, but only one can run an episode: "
@@ -470,7 +468,8 @@ def _check_memory(config: TrainConfig) -> Iterator[str]:
     """Check for single sizes that exceed the machine; `hotbunk plan` estimates whether all of them
     fit together.
     """
-    engine, asked = config.engine, config.engine.kv_cache_gib
+    engine = config.engine
+    asked = config.engine.kv_cache_gib
     prompts = config.batch.prompts_per_step * (config.algorithm.oversampling + config.rollout.ahead)
     answers = prompts * config.algorithm.group_size
     if answers > _MOST_ANSWERS:
@@ -545,7 +544,8 @@ def _check_model(config: TrainConfig, command: Command, environ: Mapping[str, st
             f"engine.max_model_len = {config.engine.max_model_len} is more than the {limit} positions "
             "of the model"
         )
-    dtype, on_cpu = config.engine.dtype or config.policy.dtype, resolve_device(config) == "cpu"
+    dtype = config.engine.dtype or config.policy.dtype
+    on_cpu = resolve_device(config) == "cpu"
     if on_cpu and model.get("model_type") in SELECTIVE_SCANS:
         kind = f"{config.model.path} has Mamba-1 layers"
         yield f"model.path: {kind}, for which vLLM has no CPU kernel: use a GPU or a Mamba-2 model"
@@ -570,7 +570,8 @@ def _check_mixture(config: TrainConfig, mixture: bool, environ: Mapping[str, str
     """Check the keys of mixtures; `check_model` later checks that the routers of the model's class
     are replaceable.
     """
-    routes, coef = config.model.routes, config.algorithm.balance_coef
+    routes = config.model.routes
+    coef = config.algorithm.balance_coef
     if routes != "own" and not mixture:
         yield (
             f"model.routes is {routes}, but {config.model.path} is not a mixture of experts: set it to "

@@ -22,7 +22,9 @@ _RANK_VARIABLES = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RAN
 """The variables that torchrun sets for a rank, with the least value of each."""
 
 FLOAT32_VARIABLES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE", "TRITON_F32_DEFAULT")
-_LONGEST_NAME, _LONGEST_PATH = 255, 3900  # bytes; of Linux's 4095 for a path, the run's files need some
+# bytes; of Linux's 4095 for a path, the run's files need some
+_LONGEST_NAME = 255
+_LONGEST_PATH = 3900
 
 
 def check_torch_libraries(versions: Callable[[str], str] = version) -> None:
@@ -147,7 +149,8 @@ def check_device(config: TrainConfig, environ: Mapping[str, str]) -> Iterator[st
     """Yield problems with using CUDA as the recipe asks, and with sharing its memory between
     processes.
     """
-    problem, asked = cuda_problem(), config.run.device
+    problem = cuda_problem()
+    asked = config.run.device
     if problem and (asked == "cuda" or (asked == "auto" and gpu_visible() and torch_cuda())):
         yield f"run.device is {asked}, but {problem}"
     if resolve_device(config) == "cpu":

@@ -213,7 +213,8 @@ def steady_positions(model: dict[str, Any]) -> tuple[str, int] | None:
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         # the values are of layers
-        kind, positions = part.get("rope_type") or part.get("type"), model.get("max_position_embeddings")
+        kind = part.get("rope_type") or part.get("type")
+        positions = model.get("max_position_embeddings")
         if kind == "longrope":
             original = model.get("original_max_position_embeddings") or part.get(
                 "original_max_position_embeddings"
@@ -228,14 +229,16 @@ def _config_from_hub(name: str) -> Path:
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    reason, cause = out_of_reach(), None
+    reason = out_of_reach()
+    cause = None
     try:
         if not reason:
             return Path(hf_hub_download(name, "config.json"))
         if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
             return Path(cached)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason, cause = " ".join(str(error).split()[:12]), error
+        reason = " ".join(str(error).split()[:12])
+        cause = error
     unavailable = f"is not a folder, and cannot be fetched from the Hugging Face hub ({reason})"
     raise UserError(f"model.path: {name} {unavailable}") from cause
 

@@ -15,7 +15,8 @@ def check_optimizer(policy: PolicyConfig) -> Iterator[str]:
     """Check the optimizer's keys; `trainer.policy.optimizer_choice.try_optimizer` later tries its
     class.
     """
-    named, options = f"policy.optimizer is {policy.optimizer}", policy.optimizer_options
+    named = f"policy.optimizer is {policy.optimizer}"
+    options = policy.optimizer_options
     if policy.optimizer == "adamw":
         if options:
             yield (

@@ -20,7 +20,8 @@ def check_parallel(
 
     `models` are the keys that name the trainer's models, with their config.json.
     """
-    policy, named = config.policy, list(models)
+    policy = config.policy
+    named = list(models)
     if policy.shard_size is not None:
         yield from check_divides(RANKS, ranks, "policy.shard_size", policy.shard_size)
     if policy.sequence_parallel > 1:
@@ -38,7 +39,8 @@ def check_divides(key: str, value: int, what: str, divisor: int) -> Iterator[str
 def _check_sequences(
     config: TrainConfig, ranks: int, models: list[tuple[str, dict[str, Any]]]
 ) -> Iterator[str]:
-    key, ways = "policy.sequence_parallel", config.policy.sequence_parallel
+    key = "policy.sequence_parallel"
+    ways = config.policy.sequence_parallel
     yield from check_divides(RANKS, ranks, key, ways)
     if not config.batch.packing:
         yield (
@@ -59,7 +61,9 @@ def _check_sequences(
 def _check_experts(
     config: TrainConfig, ranks: int, models: list[tuple[str, dict[str, Any]]]
 ) -> Iterator[str]:
-    key, size, shards = "policy.expert_parallel", config.policy.expert_parallel, config.policy.shard_size
+    key = "policy.expert_parallel"
+    size = config.policy.expert_parallel
+    shards = config.policy.shard_size
     yield from check_divides(*("policy.shard_size", shards) if shards else (RANKS, ranks), key, size)
     for name, model in models:
         if experts := next(filter(None, map(model.get, EXPERT_KEYS)), 0):

@@ -102,7 +102,8 @@ def _shared_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterat
 
 
 def _ranks_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
-    generating, size = config.engine.ranks, config.engine.tensor_parallel_size
+    generating = config.engine.ranks
+    size = config.engine.tensor_parallel_size
     if generating >= ranks:
         yield (
             f"engine.ranks is {generating}, but the run has {ranks} ranks, and at least one must "

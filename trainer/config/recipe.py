@@ -221,7 +221,8 @@ def known_keys(
         ):
             path = f"{prefix}{name}."
             if (origin := get_origin(inner)) in (list, dict):
-                inner, path = get_args(inner)[-1], path + ("N." if origin is list else "NAME.")
+                inner = get_args(inner)[-1]
+                path = path + ("N." if origin is list else "NAME.")
             if isinstance(inner, type) and issubclass(inner, BaseModel):
                 yield from known_keys(inner, path)
 

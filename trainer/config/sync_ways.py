@@ -139,7 +139,8 @@ def _zero_copy_obstacles(config: TrainConfig, ranks: int, neighbours: int) -> It
     """Yield the reasons, in the settings, why trainer and engine cannot share one memory for
     weights.
     """
-    engine, policy = config.engine, config.policy
+    engine = config.engine
+    policy = config.policy
     reasons = {
         f"there are {ranks} ranks: start one": ranks > 1,
         "engine.tensor_parallel_size shards them: set it to 1": engine.tensor_parallel_size > 1,
@@ -157,7 +158,8 @@ def _pull_obstacles(config: TrainConfig, ranks: int, neighbours: int) -> Iterato
     shards.
     """
     policy = config.policy
-    deepspeed, size = policy.backend == "deepspeed", policy.shard_size or ranks
+    deepspeed = policy.backend == "deepspeed"
+    size = policy.shard_size or ranks
     reasons = {
         "policy.zero_stage below 3 shards no weights: set it to 3": deepspeed and policy.zero_stage < 3,
         "policy.offload moves weights away in every shift: set it to optimizer": policy.offload == "all",

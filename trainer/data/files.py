@@ -32,7 +32,8 @@ def load_rows(
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported below, once
-    source, cache = Path(path), Path(datasets.config.HF_DATASETS_CACHE)
+    source = Path(path)
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
     try:
         if path.startswith("reasoning_gym:"):
             from generation.rollouts.environments import reasoning_gym

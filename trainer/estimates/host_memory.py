@@ -34,9 +34,12 @@ def host_part(config: TrainConfig, model: ModelSizes, ranks: int) -> MemoryPart:
     """
     generating = training = 0.0
     if resolve_device(config) == "cuda":
-        policy, algorithm, engine = config.policy, config.algorithm, config.engine
+        policy = config.policy
+        algorithm = config.algorithm
+        engine = config.engine
         for learner in _learners(config, model):
-            shards, width = shards_of(policy, ranks), compute_width(policy)
+            shards = shards_of(policy, ranks)
+            width = compute_width(policy)
             trained = _FLOAT32 * shard(learner.trained, shards)
             frozen = width * shard(learner.shapes, shards) if learner.adapters else 0
             on_host = 4 * trained + frozen if updates_on_host(config) else 0  # gradients, too
@@ -48,7 +51,8 @@ def host_part(config: TrainConfig, model: ModelSizes, ranks: int) -> MemoryPart:
         if scores and policy.offload_reference is not False:
             frozen_model = model_sizes(config, algorithm.teacher) if algorithm.teacher else model
             kept = compute_width(policy) * shard(frozen_model.shapes, shards_of(policy, ranks))
-            generating, training = generating + kept, training + kept
+            generating = generating + kept
+            training = training + kept
         if config.lora.engines_apply and engine.sleep:
             training += engine_dtype(config).itemsize * model.total / engine.tensor_parallel_size
         if engine.sleep and engine.deep_sleep:

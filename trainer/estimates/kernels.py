@@ -104,7 +104,8 @@ def count_kernels(config: TrainConfig, path: str, rows: int, length: int) -> Ker
     for index, layer in enumerate(layers):
         first = first_of.setdefault(_kind(model, layer, index), index)
         repeated[first] = repeated.get(first, 0) + 1
-    forward, backward = PassCount(), PassCount()
+    forward = PassCount()
+    backward = PassCount()
     for index, count in repeated.items():
         # The difference between a trunk that ends with this layer and one that ends before it is
         # the layer's own.

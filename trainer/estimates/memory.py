@@ -122,7 +122,8 @@ def trainer_parts(
     """Return the memory of the policy and the models beside it, on a rank whose device has
     `device_gib`.
     """
-    policy, algorithm = config.policy, config.algorithm
+    policy = config.policy
+    algorithm = config.algorithm
     unsharded = way(config).shares_memory or (policy.backend == "deepspeed" and policy.zero_stage < 3)
     learners = [_Learner("policy", policy, model, unsharded)]
     parts = _kept_parts(config, learners[0], ranks)
@@ -221,10 +222,8 @@ def over_budget(
     A column fits if its sum is at most `share` of the device's memory. `ranks` is the number of
     ranks that train.
     """
-    trainer, engine = (
-        trainer_parts(config, model, ranks, device_gib),
-        engine_parts(config, model, ranks, device_gib),
-    )
+    trainer = trainer_parts(config, model, ranks, device_gib)
+    engine = engine_parts(config, model, ranks, device_gib)
     crews = [trainer, engine] if placement(config).remote else [[*trainer, *engine]]
     for parts in crews:
         for column, when in COLUMNS.items():
@@ -246,7 +245,8 @@ def _remedies(config: TrainConfig, column: str, largest: Sequence[str]) -> Itera
     """Yield what makes the largest parts of a column smaller and is not set yet, for the largest
     part first.
     """
-    policy, engine = config.policy, config.engine
+    policy = config.policy
+    engine = config.engine
     state = []
     if policy.offload == "none" and policy.update_on == "device" and column != "training":
         state.append("set policy.offload: all")
@@ -297,7 +297,8 @@ def kv_answer_bytes(config: TrainConfig, model: ModelSizes, tokens: float) -> fl
     if states := kinds.count("linear_attention") * bool(sizes.get("linear_key_head_dim")):
         keys = sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"]
         values = sizes["linear_num_value_heads"] * sizes["linear_value_head_dim"]
-        width, dtype = engine_dtype(config).itemsize, sizes.get("mamba_ssm_dtype")
+        width = engine_dtype(config).itemsize
+        dtype = sizes.get("mamba_ssm_dtype")
         state = (
             (getattr(torch, dtype).itemsize if dtype else width) * values * sizes["linear_key_head_dim"]
         )
@@ -328,7 +329,8 @@ def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool)
     than a bucket are sent in parts if possible, as in all syncs except the first, and `sync.delta`
     takes one more buffer on either side, for what a bucket was before.
     """
-    width, shards = engine_dtype(config).itemsize, shards_of(config.policy, ranks)
+    width = engine_dtype(config).itemsize
+    shards = shards_of(config.policy, ranks)
     sent = model.adapters if config.lora.engines_apply else model.shapes
     parameters = [
         SourceParameter(
@@ -358,7 +360,8 @@ def layer_bytes(policy: PolicyConfig, model: ModelSizes) -> float:
     Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, count another kind of layer in this
     way.
     """
-    w, (queries, keys_values) = compute_width(policy), attention_elements(policy, model)
+    w = compute_width(policy)
+    (queries, keys_values) = attention_elements(policy, model)
     attention = w * (2 * queries + keys_values) + _FLOAT32 * model.config["num_attention_heads"]
     return (_FLOAT32 + 2 * w) * model.normed + attention + w * (4 * model.width + 2 * model.dispatched)
 
@@ -368,7 +371,8 @@ def attention_elements(policy: PolicyConfig, model: ModelSizes) -> tuple[int, in
 
     Heads of keys and values are repeated until the ranks that share a sequence divide their number.
     """
-    heads, (key_width, value_width) = model.config["num_attention_heads"], head_widths(model.config)
+    heads = model.config["num_attention_heads"]
+    (key_width, value_width) = head_widths(model.config)
     kv_heads = model.config.get("num_key_value_heads") or heads
     return heads * key_width, math.lcm(kv_heads, policy.sequence_parallel) * (key_width + value_width)
 
@@ -386,10 +390,14 @@ def engine_dtype(config: TrainConfig) -> torch.dtype:
 
 
 def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[MemoryPart]:
-    name, policy, model = learner.name, learner.policy, learner.model
-    width, shards = compute_width(policy), shards_of(policy, ranks)
+    name = learner.name
+    policy = learner.policy
+    model = learner.model
+    width = compute_width(policy)
+    shards = shards_of(policy, ranks)
     trained = shard(model.trained, shards)
-    deepspeed, stage = policy.backend == "deepspeed", policy.zero_stage
+    deepspeed = policy.backend == "deepspeed"
+    stage = policy.zero_stage
     # On a CPU, the host's memory is the device's.
     put_away = (
         ("none", "optimizer", "all").index(policy.offload) if resolve_device(config) == "cuda" else 0
@@ -467,19 +475,24 @@ def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_g
     A single rank gathers nothing ahead, but casts and copies like several
     (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
     """
-    policy, model = learner.policy, learner.model
-    w, trains, deepspeed = compute_width(policy), not model.adapters, policy.backend == "deepspeed"
+    policy = learner.policy
+    model = learner.model
+    w = compute_width(policy)
+    trains = not model.adapters
+    deepspeed = policy.backend == "deepspeed"
     targets, kept, last_norm, working = activation_bytes(config, policy, model, ranks)
     # This unit stays gathered until the end
     embedding = model.rest if model.tied else model.rest - model.head
     # A unit of their own, of which a rank has a part
     split = model.split if policy.expert_parallel > 1 else 0
-    dense, experts = model.layer - split, split // policy.expert_parallel
+    dense = model.layer - split
+    experts = split // policy.expert_parallel
     ahead: float = w * dense if shards_of(policy, ranks) > 1 else 0
     if updates_on_host(config) and not deepspeed:
         # float32 shards are copied to the device before they are cast
         ahead += _FLOAT32 * model.layer / shards_of(policy, ranks)
-    before, within = w * model.rest + ahead, w * (embedding + dense + experts) + ahead
+    before = w * model.rest + ahead
+    within = w * (embedding + dense + experts) + ahead
     if learner.unsharded or not policy.reshard_after_forward:
         gathered = model.total - len(model.experts) * (split - experts)
         before = within = 0 if learner.unsharded else w * gathered
@@ -499,7 +512,8 @@ def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_g
     reduced: float = 0
     last: float = 0
     if trains and deepspeed:
-        reduced, last = buckets + w * max(model.layer, model.head), buckets + w * embedding
+        reduced = buckets + w * max(model.layer, model.head)
+        last = buckets + w * embedding
     elif trains:
         largest = max(dense, experts, 0 if model.tied else model.head)
         reduced = _FLOAT32 * largest + (w * model.head if model.tied else 0)
@@ -533,7 +547,9 @@ def activation_bytes(
     prompts = math.ceil(computed_prompts(config, share, config.data.max_prompt_tokens))
     every = share * row - (share - prompts) * (row - config.sampling.max_tokens)
     tokens = min(largest, every) / ways
-    w, hidden, layer = compute_width(policy), model.config["hidden_size"], layer_bytes(policy, model)
+    w = compute_width(policy)
+    hidden = model.config["hidden_size"]
+    layer = layer_bytes(policy, model)
     # Attention copies the keys and values that answers have in common for each of them.
     layer += w * attention_elements(policy, model)[1] * (share * row / every - 1)
     again = recomputed_layers(policy, model)

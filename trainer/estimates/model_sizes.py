@@ -105,8 +105,11 @@ def model_sizes(
         [sum(p.numel() for p in layer.parameters()) for layer in part]
         for part in (decoder(model).layers, encoder_layers(model))
     )
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    units, experts, normed = _units(model), _experts(model), _normed(model)
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    units = _units(model)
+    experts = _experts(model)
+    normed = _normed(model)
     if lora.rank:  # last, since adapters rename the weights beside them
         add_adapters(model, lora, torch.float32, "meta")
     return ModelSizes(
@@ -142,7 +145,8 @@ def _units(model: PreTrainedModel) -> dict[str, list[torch.Size]]:
     """Return the shapes of FSDP2's units by name, as `trainer.policy.fsdp` makes them; names of
     layers have a dot.
     """
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     unit_of = {
         p: f"layers.{i}" for i, layer in enumerate(decoder(model).layers) for p in layer.parameters()
     }
@@ -207,9 +211,12 @@ def units_of(policy: PolicyConfig, model: ModelSizes, ranks: int) -> dict[str, t
     With `policy.expert_parallel` the experts of a layer are a unit of their own, which fewer ranks
     share.
     """
-    shards, size, units = shards_of(policy, ranks), policy.expert_parallel, {}
+    shards = shards_of(policy, ranks)
+    size = policy.expert_parallel
+    units = {}
     for name, shapes in model.units.items():
-        split, rest = (model.experts.get(name, []) if size > 1 else []), list(shapes)
+        split = model.experts.get(name, []) if size > 1 else []
+        rest = list(shapes)
         for shape in split:
             rest.remove(shape)
         units[name] = shard({str(i): shape for i, shape in enumerate(rest)}, shards), shards

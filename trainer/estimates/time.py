@@ -125,7 +125,8 @@ def update_traffic(policy: PolicyConfig, model: ModelSizes, ranks: int, micro_ba
     message is padded to S times the first chunk. A single rank sends nothing. The all-to-alls of
     experts in parallel are not among them.
     """
-    w, units = compute_width(policy), units_of(policy, model, ranks)
+    w = compute_width(policy)
+    units = units_of(policy, model, ranks)
     cut = {name: shards * elements for name, (elements, shards) in units.items() if shards > 1}
     again = [name for name in cut if "." in name and policy.reshard_after_forward]
     copied = len(units) if ranks > shards_of(policy, ranks) else 0
@@ -176,9 +177,12 @@ def _rollout(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengt
     parameter and answer, whichever takes longer. Lengths are uniform between 0 and twice their
     mean: slots stay filled until no prompt waits, and then empty evenly.
     """
-    engine, w, size = config.engine, engine_dtype(config).itemsize, config.engine.tensor_parallel_size
+    engine = config.engine
+    w = engine_dtype(config).itemsize
+    size = config.engine.tensor_parallel_size
     answers = config.batch.prompts_per_step * config.algorithm.group_size * size / ranks
-    compute, memory = MATMUL * gpu.flops, MEMORY * gpu.memory_rate
+    compute = MATMUL * gpu.flops
+    memory = MEMORY * gpu.memory_rate
     flops = model.flops.forward(1, 1, 0) / size
     prompts = answers / config.algorithm.group_size * lengths.prompt
     prefill = prompts * flops / compute
@@ -213,7 +217,8 @@ def _sync(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu) -> Itera
     Weights in the engine's dtype are gathered, written to staging, then read and written by the
     worker. A worker that reads the float32 shards itself (sync.way: pull) makes one copy.
     """
-    policy, shards = config.policy, shards_of(config.policy, ranks)
+    policy = config.policy
+    shards = shards_of(config.policy, ranks)
     elements = _sent_elements(config, model)
     size = engine_dtype(config).itemsize * elements
     if way(config).reads_shards:
@@ -225,7 +230,8 @@ def _sync(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu) -> Itera
         yield Cost(
             "sync", gather + 3 * size / (MEMORY * gpu.memory_rate), remark=f"{size / 2**30:.1f} GiB"
         )
-    state, weights = optimizer_bytes(policy, model, shards), 4 * shard(model.trained, shards)
+    state = optimizer_bytes(policy, model, shards)
+    weights = 4 * shard(model.trained, shards)
     moved = {"none": 0, "optimizer": state, "all": state + weights}[policy.offload]
     seconds = 2 * moved / HOST
     yield Cost(
@@ -256,9 +262,13 @@ def _update(
     """Yield the times of forward and backward over all micro-batches, of gathers and reductions,
     and of optimizer steps.
     """
-    policy, algorithm, shards = config.policy, config.algorithm, shards_of(config.policy, ranks)
+    policy = config.policy
+    algorithm = config.algorithm
+    shards = shards_of(config.policy, ranks)
     tokens, targets, pairs = update_amount(config, ranks, lengths)
-    passes, compute, memory = algorithm.num_iterations, MATMUL * gpu.flops, MEMORY * gpu.memory_rate
+    passes = algorithm.num_iterations
+    compute = MATMUL * gpu.flops
+    memory = MEMORY * gpu.memory_rate
     share = recomputed_layers(policy, model) / model.layers
     trunk = model.flops.forward(tokens, 0, pairs)
     again = share * trunk + model.flops.forward(0, targets, 0)  # logits are recomputed, too
@@ -301,7 +311,8 @@ def _update(
     yield from _gathers(
         policy, model, ranks, gpu, micro_batches=micro_batches, updates=updates * passes, busy=busy
     )
-    trained, on_host = shard(model.trained, shards), policy.update_on == "host"
+    trained = shard(model.trained, shards)
+    on_host = policy.update_on == "host"
     moved = _STEP_BYTES * trained + 2 * optimizer_bytes(policy, model, shards)
     seconds = (
         moved / (_HOST_MEMORY if on_host else memory)
@@ -343,7 +354,8 @@ def _host_copies(
     micro-batch, beside the work on other layers. A policy that computes with the engine's weights,
     and ZeRO, copy gradients, and weights once an update, in the compute dtype.
     """
-    policy, width = config.policy, compute_width(config.policy)
+    policy = config.policy
+    width = compute_width(config.policy)
     if policy.backend == "deepspeed" or way(config).shares_memory:
         return Cost("update: host copies", (micro_batches + updates) * width * trained / HOST)
     seconds = 12 * micro_batches * trained / HOST
@@ -371,14 +383,16 @@ def _gathers(
     The gather of the embeddings, before forward can begin, and their reduction, at the end of
     backward, do not overlap.
     """
-    shards, w = shards_of(policy, ranks), compute_width(policy)
+    shards = shards_of(policy, ranks)
+    w = compute_width(policy)
     if ranks == 1:
         return
     one = update_traffic(policy, model, ranks, 1)
     ends = model.rest if model.tied else model.rest - model.head
     last = 4 * ends
     if model.adapters:  # the embeddings have none
-        learned, last = 4 * sum(shape.numel() for shape in model.adapters.values()), 0
+        learned = 4 * sum(shape.numel() for shape in model.adapters.values())
+        last = 0
         one = replace(
             one,
             scatters=model.layers,
@@ -390,10 +404,8 @@ def _gathers(
         micro_batches * (2 * one.gathered + (1 + w / 4) * one.scattered) / (MEMORY * gpu.memory_rate)
     )
     yield Cost("update: copies", copied, remark="gathered weights and gradients, on the device")
-    gather, scatter = (
-        _ring(one.gathered, shards, gpu, one.gathers),
-        _ring(one.scattered, shards, gpu, one.scatters),
-    )
+    gather = _ring(one.gathered, shards, gpu, one.gathers)
+    scatter = _ring(one.scattered, shards, gpu, one.scatters)
     exposed = micro_batches * (_ring(w * ends, shards, gpu, 1) + _ring(last, shards, gpu, 1))
     beside = micro_batches * (gather + scatter) - exposed
     waited = max(0.0, beside - busy)
@@ -413,7 +425,8 @@ def _exchanges(
     A layer has two in forward, two in backward, and two more if it is recomputed. A rank keeps its
     own part.
     """
-    ways, (queries, keys_values) = policy.sequence_parallel, attention_elements(policy, model)
+    ways = policy.sequence_parallel
+    (queries, keys_values) = attention_elements(policy, model)
     passes = 2 * model.layers + recomputed_layers(policy, model)
     size = passes * tokens * compute_width(policy) * (2 * queries + keys_values) * (ways - 1) / ways
     return _all_to_all("update: exchanges", size, 2 * passes * micro_batches, ways, gpu)
@@ -428,7 +441,8 @@ def _dispatches(
     A layer has two in forward, two in backward, and two more if it is recomputed; each has a row of
     hidden size for every expert of a token. Routes are taken to be even.
     """
-    size, recomputed = policy.expert_parallel, recomputed_layers(policy, model) / model.layers
+    size = policy.expert_parallel
+    recomputed = recomputed_layers(policy, model) / model.layers
     passes = (2 + recomputed) * len(model.experts)
     sent = 2 * passes * tokens * model.dispatched * compute_width(policy) * (size - 1) / size
     return _all_to_all("update: tokens to experts", sent, 2 * passes * micro_batches, size, gpu)
@@ -459,7 +473,8 @@ def _ring(size: float, ranks: int, gpu: Gpu, calls: int) -> float:
 def update_amount(config: TrainConfig, ranks: int, lengths: Lengths) -> tuple[float, float, float]:
     """Return the average tokens, targets and attended pairs of a step on each rank."""
     answers = config.batch.prompts_per_step * config.algorithm.group_size / ranks
-    prompts, targets = computed_prompts(config, answers, lengths.prompt), answers * lengths.answer
+    prompts = computed_prompts(config, answers, lengths.prompt)
+    targets = answers * lengths.answer
     pairs = answers * attended([lengths.prompt + lengths.answer]) - (answers - prompts) * attended(
         [lengths.prompt]
     )

@@ -25,7 +25,11 @@ ROW = np.dtype("<i4, <u2, <f8, <i4, <i4, <u2, <u2, u1")
 sampled tokens, flags.
 """
 
-_FAILED, _CUT, _FIRST, _MISJUDGED, _ABSTAINED = 1, 2, 4, 8, 16
+_FAILED = 1
+_CUT = 2
+_FIRST = 4
+_MISJUDGED = 8
+_ABSTAINED = 16
 
 
 @dataclass
@@ -153,7 +157,8 @@ def _decoded(source: int, data: bytes, local: Sequence[Trajectory]) -> list[Answ
             bytes, dict[int, list[float]], dict[int, int], list[tuple[dict[str, float], str | None]]
         ],
     )
-    answers, generic = [], f"an error on rank {source}"
+    answers = []
+    generic = f"an error on rank {source}"
     for index, row in enumerate(np.frombuffer(rows, dtype=ROW).tolist()):
         prompt, sample, reward, length, sampled, count, runs, flags = row
         trajectory = local[index] if source == rank() else None
@@ -212,7 +217,8 @@ def exchange_samples(
                         payload += _packed(pairs[-1][1])
         for payload, pairs in zip(outgoing, sent, strict=True):
             payload += _packed_images(pairs)
-    streams, ends = all_to_all_bytes([bytes(payload) for payload in outgoing]), [0] * world_size()
+    streams = all_to_all_bytes([bytes(payload) for payload in outgoing])
+    ends = [0] * world_size()
     received: list[list[tuple[Answer, Sample]]] = [[] for _ in range(world_size())]
     samples: list[list[Sample]] = []
     for step, by_rank in zip(answers, shares, strict=True):
@@ -234,10 +240,8 @@ _OLDEST = 127  # updates: the greatest age that fits into the other bits
 
 
 def _packed(sample: Sample) -> bytes:
-    ids, logprobs = (
-        np.array(sample.input_ids, dtype="<i4"),
-        np.array(sample.engine_logprobs, dtype="<f4"),
-    )
+    ids = np.array(sample.input_ids, dtype="<i4")
+    logprobs = np.array(sample.engine_logprobs, dtype="<f4")
     flags = np.array(sample.loss_mask, dtype="u1")
     if sample.ages:
         flags |= np.minimum(sample.ages, _OLDEST).astype("u1") << 1
@@ -284,11 +288,13 @@ def _unpack_images(data: bytes, pairs: list[tuple[Answer, Sample]]) -> None:
                     images[stored.digest] = stored.read()
                 except ValueError as error:
                     raise UserError(str(error)) from error
-        sample.images, sample.image_spans = tuple(images[digest] for digest in digests), spans
+        sample.images = tuple(images[digest] for digest in digests)
+        sample.image_spans = spans
 
 
 def _unpacked(data: bytes, length: int, routes: RouteFormat | None) -> Sample:
-    ids, logprobs = np.frombuffer(data, "<i4", length), np.frombuffer(data, "<f4", length, 4 * length)
+    ids = np.frombuffer(data, "<i4", length)
+    logprobs = np.frombuffer(data, "<f4", length, 4 * length)
     flags = np.frombuffer(data, "u1", length, 8 * length)
     ages = (flags >> 1).tolist() if flags.max(initial=0) > 1 else []
     sample = Sample(ids.tolist(), (flags & 1).tolist(), logprobs.tolist(), ages=ages)

@@ -63,7 +63,8 @@ def deal(
     same sequences. With `prefixes`, sequences with a common beginning, whose work is that of their
     trie, stay together where it can be.
     """
-    ranks, works = world_size() // ways, [worth(length) for length in lengths]
+    ranks = world_size() // ways
+    works = [worth(length) for length in lengths]
     rows = assign_to_ranks(works, ranks)
     if prefixes is not None and ranks > 1:
         rows = _deal_units(prefixes, worth, rows)
@@ -84,7 +85,8 @@ def _deal_units(
         return prefixes.cost(prefixes.sorted(rows), worth)
 
     units = prefixes.units(lambda unit: True)
-    works, most = list(map(work, units)), max(map(work, apart))
+    works = list(map(work, units))
+    most = max(map(work, apart))
     while True:
         shares = assign_to_ranks(works, len(apart))
         dealt = [sorted(row for number in share for row in units[number]) for share in shares]

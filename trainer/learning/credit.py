@@ -55,14 +55,16 @@ def _credit_tokens(minibatch: MiniBatch, config: TrainConfig, advantage: Advanta
 
     The last token of a trajectory has the rewards that its episode gets from there on.
     """
-    algorithm, tables = config.algorithm, []
+    algorithm = config.algorithm
+    tables = []
     for group in minibatch.groups if advantage.takes("rewards") else ():
         totals = shaped_rewards(group, config)
         if algorithm.by_turns:
             tables.append(trajectory_turns(group, turn_rewards(group, totals)[0], later=True))
         else:
             tables.append(_for_trajectories(group, totals.unsqueeze(1)))
-    table, keys = _stacked(tables) if tables else None, dict(algorithm)
+    table = _stacked(tables) if tables else None
+    keys = dict(algorithm)
     for batch in minibatch.batches:
         mask = batch.loss_mask
         data = {
@@ -74,7 +76,8 @@ def _credit_tokens(minibatch: MiniBatch, config: TrainConfig, advantage: Advanta
             name: None if x is None else torch.where(mask.bool(), x, 0.0) for name, x in data.items()
         }
         if table is not None:
-            rows, by_turns = batch_rows(table, batch), algorithm.by_turns
+            rows = batch_rows(table, batch)
+            by_turns = algorithm.by_turns
             rewards = (
                 advantages.at_turn_ends(rows, mask)
                 if by_turns
@@ -106,7 +109,8 @@ def _credit_groups(
         ]
     )
     for batch in minibatch.batches:
-        rows, mask = batch_rows(table, batch), batch.loss_mask
+        rows = batch_rows(table, batch)
+        mask = batch.loss_mask
         batch.advantages = advantages.spread_over_turns(rows, mask) if turns else rows.expand_as(mask)
 
 

@@ -237,7 +237,8 @@ def to_sample(
     it is 0 on tokens sampled before the policy had `version`. With `routes`, the sample has the
     engine's routes (`checked_routes`).
     """
-    prompt, cut = len(trajectory.prompt_ids), overlong_filter and trajectory.finish_reason == "length"
+    prompt = len(trajectory.prompt_ids)
+    cut = overlong_filter and trajectory.finish_reason == "length"
     masked = len(trajectory.loss_mask) if cut else old_tokens(trajectory, version) if mask_old else 0
     ages = token_ages(trajectory, version)
     return Sample(

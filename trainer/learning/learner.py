@@ -177,7 +177,8 @@ class Learner:
         """Compute log-probabilities and values from before the step's first update, if they are
         needed.
         """
-        algorithm, temperature = self.config.algorithm, self.config.sampling.temperature
+        algorithm = self.config.algorithm
+        temperature = self.config.sampling.temperature
         for_credit = (
             algorithm.advantage_record.takes("old_logprobs")
             or algorithm.kl_in_reward
@@ -191,7 +192,8 @@ class Learner:
             for batches in (minibatch.batches for minibatch in minibatches):
                 outputs = self.policy.score(batches, temperature)
                 for batch, old in zip(batches, outputs, strict=True):
-                    batch.old_logprobs, batch.old_values = old.logprobs, old.values
+                    batch.old_logprobs = old.logprobs
+                    batch.old_values = old.values
                     batch.routes = batch.routes if old.routes is None else old.routes
                 if algorithm.high_entropy_share < 1:
                     mark_high_entropy(batches, outputs, algorithm.high_entropy_share)
@@ -205,7 +207,8 @@ class Learner:
                 batch.old_values = values
 
     def _update_policy(self, minibatches: list[MiniBatch], step: int) -> Metrics:
-        algorithm, longest = self.config.algorithm, longest_answer(self.config)
+        algorithm = self.config.algorithm
+        longest = longest_answer(self.config)
         temperature = self.config.sampling.temperature
         updates = []
         gaps: list[tuple[Tensor, Tensor]] = []

@@ -50,7 +50,8 @@ def over_ranks(values: Tensor) -> tuple[int, Callable[[int], float]]:
     ordered = bits ^ ((bits >> 63) & _ALL_BUT_SIGN)  # integers in the order of the numbers
 
     def nth_smallest(index: int) -> float:
-        left, prefix = ordered, 0
+        left = ordered
+        prefix = 0
         for shift, width in _DIGITS:
             digits = (left >> shift) & ((1 << width) - 1)
             if shift == _DIGITS[0][0]:
@@ -58,7 +59,8 @@ def over_ranks(values: Tensor) -> tuple[int, Callable[[int], float]]:
             upto = sum_counts(torch.bincount(digits, minlength=1 << width)).cumsum(0)
             digit = int((upto <= index).sum())
             index -= int(upto[digit - 1]) if digit else 0
-            left, prefix = left[digits == digit], prefix << width | digit
+            left = left[digits == digit]
+            prefix = prefix << width | digit
         key = prefix - (1 << 63)
         (number,) = struct.unpack("<d", struct.pack("<q", key ^ (key >> 63 & _ALL_BUT_SIGN)))
         return float(number)
@@ -88,7 +90,8 @@ def engine_gap(gaps: list[tuple[Tensor, Tensor]], config: AlgorithmConfig) -> Me
     low, high = (config.clip_low, config.clip_high) if by_token else (0.2, 0.28)
     assert low is not None and high is not None
     difference = pairs[0] - pairs[1]
-    distance, ratio = difference.abs(), torch.exp(difference)
+    distance = difference.abs()
+    ratio = torch.exp(difference)
     outside = ((ratio < 1.0 - low) | (ratio > 1.0 + high)).sum()
     count, nth_smallest = over_ranks(distance)
     if not count:
@@ -110,12 +113,15 @@ def check_first_gap(metrics: Metrics, config: TrainConfig) -> None:
     computes with them otherwise than the model was made. By default, rounding makes less than a
     tenth of the limit.
     """
-    gap, limit, engine = metrics.get("gap/mean"), config.sync.first_gap_limit, config.engine
+    gap = metrics.get("gap/mean")
+    limit = config.sync.first_gap_limit
+    engine = config.engine
     if gap is None or limit is None:
         return
     narrow = {engine.dtype or config.policy.dtype, config.policy.dtype} != {"float32"}
     if narrow or engine.extra.keys() & {*QUANTIZING, "kv_cache_dtype"}:
-        bound, whose = limit, f"sync.first_gap_limit = {limit:g}"
+        bound = limit
+        whose = f"sync.first_gap_limit = {limit:g}"
     else:
         bound = FLOAT32_SHARE * limit
         whose = f"{bound:g}, which sync.first_gap_limit = {limit:g} means in float32"
@@ -134,7 +140,8 @@ def _gap_trials(config: TrainConfig) -> Iterator[str]:
     """Yield the settings that may close the gap between trainer and engine, without those that are
     set already.
     """
-    engine, on_cpu = config.engine, resolve_device(config) == "cpu"
+    engine = config.engine
+    on_cpu = resolve_device(config) == "cpu"
     if (engine.dtype or config.policy.dtype) != "float32":
         yield "engine.dtype float32"
     elif not on_cpu and os.environ.get("TRITON_F32_DEFAULT", "ieee") != "ieee":
@@ -309,7 +316,8 @@ def rollout_metrics(answers: list[Answer]) -> Metrics:
     """
     episodes = by_episode(answers)
     sound = [episode for episode in episodes if not any(t.error for t in episode)]
-    sampled, last = [t for episode in sound for t in episode], [episode[-1] for episode in sound]
+    sampled = [t for episode in sound for t in episode]
+    last = [episode[-1] for episode in sound]
     rewards = torch.tensor([t.reward for t in last if not t.abstained], dtype=torch.float64)
     lengths = [sum(t.sampled for t in episode) for episode in sound]
     count = max(1, len(sound))

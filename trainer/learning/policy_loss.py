@@ -55,7 +55,9 @@ class PolicyLoss:
         batch, outputs = only_trained(batch, batch.loss_mask), only_trained(outputs, batch.loss_mask)
         if self._token_metrics is not None:
             self._token_metrics.note(batch, outputs)
-        config, mask, logprobs = self._config, batch.loss_mask, outputs.logprobs
+        config = self._config
+        mask = batch.loss_mask
+        logprobs = outputs.logprobs
         # With a single update nothing has changed yet, so this forward pass has the old
         # log-probabilities.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -77,7 +79,8 @@ class PolicyLoss:
             "entropy": (outputs.entropy.detach() * mask).sum(),
         }
         weight, correction_sums = correction(config, batch, old, logprobs)
-        loss, sums = loss * weight, sums | correction_sums
+        loss = loss * weight
+        sums = sums | correction_sums
         if batch.high_entropy is not None:
             loss = loss * batch.high_entropy
             sums["decisive"] = (batch.high_entropy * mask).sum()
@@ -93,7 +96,8 @@ class PolicyLoss:
         total = (loss * weights(mask, config.aggregation, *self._counts, self._longest)).sum()
         if outputs.values is not None:
             value_loss, value_sums = self._critic(batch, outputs.values)
-            total, sums = total + config.value_coef * value_loss, sums | value_sums
+            total = total + config.value_coef * value_loss
+            sums = sums | value_sums
         return total, sums
 
 
@@ -106,7 +110,8 @@ def split_by_age(
     `logprobs` [B, T-1] are the trainer's. Returns the pair [K] of targets of the policy's current
     version, and the pair of those of earlier versions with their ages.
     """
-    trainer, engine = batch.trained(logprobs), batch.trained(batch.engine_logprobs)
+    trainer = batch.trained(logprobs)
+    engine = batch.trained(batch.engine_logprobs)
     if batch.ages is None:  # no mask, since its length would make the host wait for the device
         return (trainer, engine), (trainer[:0], engine[:0], trainer[:0].to(torch.uint8))
     ages = batch.trained(batch.ages)
@@ -132,7 +137,8 @@ def correction(
     """Return weights [B, T-1] that correct for the gap between engine and trainer, 0 on tokens left
     out, and their sums.
     """
-    mask, engine = batch.loss_mask, batch.engine_logprobs
+    mask = batch.loss_mask
+    engine = batch.engine_logprobs
     if config.tis_cap is None and config.keep_band is None and config.stale_threshold is None:
         return torch.ones_like(mask), {}
     kept = torch.ones_like(mask, dtype=torch.bool)
@@ -142,9 +148,11 @@ def correction(
         )
     if config.stale_threshold is not None:
         kept &= corrections.not_stale(logprobs, engine, batch.advantages, mask, config.stale_threshold)
-    ratios, cap = torch.ones_like(mask), 1.0
+    ratios = torch.ones_like(mask)
+    cap = 1.0
     if config.tis_cap is not None:
-        ratios, cap = corrections.rollout_ratios(old, engine, mask, config.tis_level), config.tis_cap
+        ratios = corrections.rollout_ratios(old, engine, mask, config.tis_level)
+        cap = config.tis_cap
     return ratios.clamp(max=cap) * kept, corrections.correction_sums(ratios, cap, kept, mask)
 
 
@@ -161,7 +169,8 @@ class CriticLoss:
         """Return the loss and its sums; `values` [B, T-1] carry the gradient."""
         batch, mask = only_trained(batch, batch.loss_mask), batch.loss_mask
         assert batch.old_values is not None and batch.returns is not None
-        values, goal = torch.where(mask.bool(), values, 0.0), batch.returns
+        values = torch.where(mask.bool(), values, 0.0)
+        goal = batch.returns
         loss, clipped = clipped_value_loss(values, batch.old_values, goal, self._clip)
         sums = {
             "value/tokens": mask.sum(),

@@ -43,7 +43,8 @@ class Prefixes:
     def of(cls, sequences: Sequence[np.ndarray], least: int) -> "Prefixes":
         """Return the order of sequences of tokens (`token_bytes`)."""
         order = sorted(range(len(sequences)), key=lambda row: sequences[row].tobytes())
-        positions, common = [0] * len(order), [0] * len(order)
+        positions = [0] * len(order)
+        common = [0] * len(order)
         for position, row in enumerate(order):
             positions[row] = position
             common[position] = _common(sequences[order[position - 1]], sequences[row]) if position else 0
@@ -72,10 +73,8 @@ class Prefixes:
         blocks = cls.of(
             [np.frombuffer(digests[n], "u1").reshape(-1, 8) for n in range(len(answers))], least
         )
-        common, lengths = (
-            [least * count for count in blocks.common],
-            [answer.length - 1 for answer in answers],
-        )
+        common = [least * count for count in blocks.common]
+        lengths = [answer.length - 1 for answer in answers]
         return cls(blocks.positions, common, lengths, least)
 
     def sorted(self, rows: Sequence[int]) -> list[int]:
@@ -97,8 +96,10 @@ class Prefixes:
         A stretch of fewer than `least` tokens is not shared, since its attention would cost more
         than it saves.
         """
-        lengths, shared = [self.lengths[row] for row in rows], self.shared(rows)
-        nodes, last = list[PrefixNode](), [-1] * len(rows)
+        lengths = [self.lengths[row] for row in rows]
+        shared = self.shared(rows)
+        nodes = list[PrefixNode]()
+        last = [-1] * len(rows)
         # First sequence, the one after the last, tokens so far, node so far
         branches = [(0, len(rows), 0, -1)]
         while branches:
@@ -107,7 +108,8 @@ class Prefixes:
             end = min(shared[first + 1 : after], default=lengths[first])
             if end - depth >= least:
                 nodes.append(PrefixNode(first, depth, end, parent, after - first))
-                depth, parent = end, len(nodes) - 1
+                depth = end
+                parent = len(nodes) - 1
             last[first:after] = [parent] * (after - first)
             if after - first > 1:
                 ends = [
@@ -150,7 +152,8 @@ class Prefixes:
         """Cut a unit of several sequences in order in two, where they have least in common, and
         near the middle.
         """
-        shared, middle = self.shared(rows), len(rows) / 2
+        shared = self.shared(rows)
+        middle = len(rows) / 2
         cut = min(range(1, len(rows)), key=lambda cut: (shared[cut], abs(cut - middle)))
         return rows[:cut], rows[cut:]
 

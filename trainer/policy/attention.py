@@ -128,14 +128,14 @@ def attention(
         return causal(query, key, value).transpose(1, 2).contiguous(), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     paths = sequence_lengths
-    starts, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
+    starts = (cu_seq_lens_q, cu_seq_lens_q)
+    longest = (max_length_q, max_length_q)
     if tree is not None:
-        paths, starts, longest = (
-            tree.lengths,
-            (cu_seq_lens_q, tree.starts),
-            (max_length_q, max(tree.lengths)),
-        )
-        k, v = Paths.apply(k, tree.ranges), Paths.apply(v, tree.ranges)
+        paths = tree.lengths
+        starts = (cu_seq_lens_q, tree.starts)
+        longest = (max_length_q, max(tree.lengths))
+        k = Paths.apply(k, tree.ranges)
+        v = Paths.apply(v, tree.ranges)
     has_kernel = softcap is None and _kernel_takes(query, value, dropout)
     if has_kernel and (s_aux is None or in_use(Shortcut.SINKS)):
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
@@ -145,7 +145,9 @@ def attention(
             ), None
         out = varlen_attn(q, k, v, *starts, *longest, scale=scaling, window_size=window, **_OPTIONS)
         return cast(Tensor, out).unsqueeze(0), None
-    parts, first, first_key = [], 0, 0
+    parts = []
+    first = 0
+    first_key = 0
     for (length, path), run in groupby(zip(sequence_lengths, paths, strict=True)):
         count = len(list(run))
         queries = (
@@ -166,13 +168,15 @@ class Paths(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ranges: list[list[tuple[int, int]]]) -> Tensor:
-        ctx.ranges, ctx.shape = ranges, rows.shape
+        ctx.ranges = ranges
+        ctx.shape = rows.shape
         return torch.cat([rows[begin:end] for path in ranges for begin, end in path])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total, first = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32)), 0
+        total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
+        first = 0
         for begin, end in (item for path in ctx.ranges for item in path):
             total[begin:end] += grad[first : (first := first + end - begin)]
         return total.to(grad.dtype), None
@@ -185,7 +189,9 @@ def _causal(
 
     There may be more keys than queries, which are those of the last T positions.
     """
-    length, grouped, band = query.shape[2], query.shape[1] != key.shape[1], None
+    length = query.shape[2]
+    grouped = query.shape[1] != key.shape[1]
+    band = None
     past = key.shape[2] - length
     if past or (window is not None and length > window):
         band = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril(past)
@@ -215,7 +221,9 @@ def _by_blocks(
     """Causal attention with sinks or a soft cap, in blocks of queries whose scores backward
     computes again.
     """
-    length, keys, parts = query.shape[2], key.shape[2], []
+    length = query.shape[2]
+    keys = key.shape[2]
+    parts = []
     past = keys - length
     rows = max(1, _SCORES // (query.shape[0] * query.shape[1] * keys))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -241,12 +249,12 @@ def _block(
     window: int,
 ) -> Tensor:
     """Attention of the last R of C positions by a softmax of all scores, in float32 or wider."""
-    wide, groups, columns = torch.promote_types(query.dtype, torch.float32), key.shape[1], key.shape[2]
-    q, k, v = (
-        query.to(wide).unflatten(1, (groups, -1)),
-        key.to(wide).unsqueeze(2),
-        value.to(wide).unsqueeze(2),
-    )
+    wide = torch.promote_types(query.dtype, torch.float32)
+    groups = key.shape[1]
+    columns = key.shape[2]
+    q = query.to(wide).unflatten(1, (groups, -1))
+    k = key.to(wide).unsqueeze(2)
+    v = value.to(wide).unsqueeze(2)
     scores = q @ k.transpose(-1, -2) * scale
     scores = scores if cap is None else torch.tanh(scores / cap) * cap
     positions = torch.arange(columns, device=query.device)
@@ -409,7 +417,8 @@ def require_packing(model: PreTrainedModel, images: bool = False) -> None:
     Transformers' own eager attention keeps them apart by a mask from position ids, which some
     models, such as gpt-oss, do not hand on.
     """
-    obstacle, way = packing_obstacle(model, images), model.config.get_text_config()._attn_implementation
+    obstacle = packing_obstacle(model, images)
+    way = model.config.get_text_config()._attn_implementation
     if obstacle is None and way not in (NAME, "sdpa") and "flash" not in way:
         may_mix = f"model.attn_implementation is {way}, which may mix the sequences of a pack"
         raise UserError(

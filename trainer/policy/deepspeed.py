@@ -87,7 +87,8 @@ class DeepSpeedPolicy(Offloadable, Policy):
             self.model, policy.activation_checkpointing, policy.offload_activations
         )
         # DeepSpeed divides gradients by the number of ranks.
-        record, ranks = model.routes == "recorded", world_size()
+        record = model.routes == "recorded"
+        ranks = world_size()
         self.routing = Routing(self.model, self._routers, record, ranks) if self._routers else None
         vision = hf_format.make_vision(self.model, self.source)
         module = PolicyModule(self.model, policy.fp32_head, routing=self.routing, vision=vision)
@@ -303,7 +304,8 @@ class DeepSpeedPolicy(Offloadable, Policy):
         """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        model, moments = {}, {}
+        model = {}
+        moments = {}
         for name, parameter in self.trained().items():
             shape = whole_shape(parameter)
             model[name] = self._rows(safe_get_full_fp32_param(parameter), shape)

@@ -216,7 +216,8 @@ class ShardedModel(Offloadable):
             shard(layer, reshard_after_forward=self.config.reshard_after_forward)
         for layer in encoder_layers(self.model):
             shard(layer, mp_policy=kept, reshard_after_forward=self.config.reshard_after_forward)
-        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        embedding = self.model.get_input_embeddings()
+        head = self.model.get_output_embeddings()
         if head is None:  # a critic's head is called by the root
             ends = [embedding]
         else:

@@ -60,7 +60,8 @@ def logits_of(model: "PreTrainedModel") -> Logits:
     and the head given products. The model itself does not change. Raises UserError if the result is
     not that of any `Logits`.
     """
-    logits, cause = None, None
+    logits = None
+    cause = None
     try:
         with _disable_current_modes(), torch.no_grad():
             # such as fake tensors, of which no values could be read
@@ -76,7 +77,8 @@ def logits_of(model: "PreTrainedModel") -> Logits:
 
 
 def _probed(model: "PreTrainedModel") -> Logits | None:
-    head, trunk = model.get_output_embeddings(), model.base_model
+    head = model.get_output_embeddings()
+    trunk = model.base_model
     hidden = torch.arange(head.in_features, dtype=torch.float64).remainder(3).add(1).view(1, 1, -1)
     products = torch.logspace(*_POWERS, head.out_features, base=2.0, dtype=torch.float64)
     products[1::2] *= -1
@@ -120,7 +122,8 @@ class _Double(nn.Module):
 
     def __init__(self, replaced: nn.Module, output: Any) -> None:
         super().__init__()
-        self.__dict__["replaced"], self.output = replaced, output
+        self.__dict__["replaced"] = replaced
+        self.output = output
         self.inputs: tuple[Any, ...] = ()
         self.weight = torch.empty(0, dtype=torch.float64)  # models read its dtype and device
 

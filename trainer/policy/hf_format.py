@@ -113,7 +113,8 @@ def build_meta_model(
     `overrides` replace keys of config.json. Raises UserError if the trainer cannot run such a
     model.
     """
-    asked, remote = settings.attn_implementation, settings.trust_remote_code
+    asked = settings.attn_implementation
+    remote = settings.trust_remote_code
     config = AutoConfig.from_pretrained(folder, trust_remote_code=remote, **overrides)
     with torch.device("meta"):
         build = partial(
@@ -218,7 +219,8 @@ def checkpoint_activations(
     (`torch.autograd.graph.save_on_cpu`).
     """
     if layers != "none":
-        every, offload = 1 if layers == "full" else 2, offload and torch.cuda.is_available()
+        every = 1 if layers == "full" else 2
+        offload = offload and torch.cuda.is_available()
         model.gradient_checkpointing_enable(
             {"use_reentrant": False}, every_n_layers=every, offload=offload
         )
@@ -379,7 +381,8 @@ def _filled(parameter: nn.Parameter, rows: Callable[[int, int], Tensor]) -> nn.P
     """
     local: Tensor
     if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
+        mesh = parameter.device_mesh
+        placements = parameter.placements
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
         begin = offset[0] * math.prod(parameter.shape[1:])
         part = rows(begin, begin + math.prod(shape)).view(shape)
@@ -400,7 +403,8 @@ class SafetensorsFolder:
         self.folder = folder
         self.used: set[str] = set()  # the names of tensors that have been read
         self._handles: dict[str, safe_open] = {}
-        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        index = folder / "model.safetensors.index.json"
+        single = folder / "model.safetensors"
         if index.exists():
             self._file_of: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
         elif single.exists():
@@ -426,7 +430,8 @@ class SafetensorsFolder:
         for view in views:
             stored = self._stored(view)
             size = math.prod(view.shape)
-            first, last = max(begin, view.offset), min(end, view.offset + size)
+            first = max(begin, view.offset)
+            last = min(end, view.offset + size)
             if first >= last:
                 continue
             if not view.shape:

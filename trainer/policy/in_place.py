@@ -118,5 +118,6 @@ def _accumulate(master: Tensor, weight: Tensor) -> None:
     """Add a weight's gradient to its master's, in float32 and where the master is, and free it."""
     assert weight.grad is not None
     # Rounded values are fewer bytes
-    gradient, weight.grad = weight.grad.to(master.device).to(master.dtype), None
+    gradient = weight.grad.to(master.device).to(master.dtype)
+    weight.grad = None
     master.grad = gradient if master.grad is None else master.grad.add_(gradient)

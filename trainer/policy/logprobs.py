@@ -136,7 +136,8 @@ def _head_operands(
     """Return a block of weight and bias, widened if the device has no product with a wide
     result.
     """
-    weight, bias = weight[part], None if bias is None else bias[part]
+    weight = weight[part]
+    bias = None if bias is None else bias[part]
     if not wide or weight.is_cuda:
         return weight, bias
     return weight.float(), None if bias is None else bias.float()

@@ -243,7 +243,8 @@ def low_rank(model: nn.Module) -> dict[str, LowRank]:
     """
     adapters = {}
     for path, layer in _adapted(model).items():
-        a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+        a = layer.lora_A[ADAPTER].weight
+        b = layer.lora_B[ADAPTER].weight
         adapters[f"{path}.base_layer.weight"] = LowRank(a=a, b=b, scale=layer.scaling[ADAPTER])
     return adapters
 

@@ -46,7 +46,8 @@ class TrunkModule(nn.Module):
     def __init__(self, model: PreTrainedModel, vision: "Vision | None" = None) -> None:
         """Wrap a model; `vision` is that of a multimodal one."""
         super().__init__()
-        self.model, self.vision = model, vision
+        self.model = model
+        self.vision = vision
         self.work = Work(sizes_of(model, vision))
         self.rows = SequenceRows(model)
         # True once `require_packing` and `require_branches` have found it so
@@ -75,7 +76,8 @@ class TrunkModule(nn.Module):
             every = self.vision.hidden(inputs, images, packing)
         select = _SharedStates.apply if "tree" in packing else torch.index_select
         hidden: Tensor = select(every.flatten(0, 1), 0, states)
-        patches, logical = images["patches"] if images else 0, None
+        patches = images["patches"] if images else 0
+        logical = None
         if "tree" in packing:  # ranks that share the tokens count equal parts
             logical = packing["tree"].logical_tokens * inputs.numel() // sum(packing["sequence_lengths"])
         self.work.count(inputs.numel(), len(hidden), _pairs(inputs, packing), patches, logical)

@@ -95,10 +95,8 @@ class ShardedMuon(torch.optim.Muon):
         """Update the average of this rank's rows of the gradient, and return it, or Nesterov's
         version of it.
         """
-        gradient, average = (
-            local_part(parameter.grad),
-            local_part(self.state[parameter]["momentum_buffer"]),
-        )
+        gradient = local_part(parameter.grad)
+        average = local_part(self.state[parameter]["momentum_buffer"])
         average.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
 
@@ -118,7 +116,8 @@ def of_whole_matrices(
     """
     if shards is None or dist.get_world_size(shards) == 1:
         return [function(part) for part in parts]
-    ranks, me = dist.get_world_size(shards), dist.get_rank(shards)
+    ranks = dist.get_world_size(shards)
+    me = dist.get_rank(shards)
     rows, columns = shapes[me] if me < len(shapes) else (0, 0)
     chunk = -(-rows // ranks)
     received = [columns * min(chunk, max(0, rows - rank * chunk)) for rank in range(ranks)]

@@ -129,7 +129,8 @@ class Updates:
         """Return the learning rate of the next update (`learning_rate_factor`); with `progress`
         None, it is `applied`.
         """
-        settings, progress = self._settings, self.applied if progress is None else progress
+        settings = self._settings
+        progress = self.applied if progress is None else progress
         factor = learning_rate_factor(
             self.applied, progress, settings.warmup_steps, self._total, settings.schedule
         )

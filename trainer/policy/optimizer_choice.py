@@ -38,7 +38,8 @@ def make_optimizer(
     Raises UserError if it refuses its arguments, or if a class of the user's own cannot step these
     parameters.
     """
-    name, optimizer = settings.optimizer, None
+    name = settings.optimizer
+    optimizer = None
     if name == "adamw":
         return make_adamw(list(parameters.values()), settings)
     try:

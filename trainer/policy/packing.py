@@ -34,7 +34,8 @@ def make_layout(
     nodes = sequences if trie is None else trie[0]
     sizes = [node.end - node.begin for node in nodes]
     starts = torch.tensor([0, *sizes]).cumsum(0)
-    rows, columns = targets // width, targets % width
+    rows = targets // width
+    columns = targets % width
     positions = torch.cat([torch.arange(node.begin, node.end) for node in nodes])
     tokens = positions + torch.tensor([n.row for n in nodes]).repeat_interleave(torch.tensor(sizes)) * (
         width + 1
@@ -43,12 +44,14 @@ def make_layout(
     missing = ways - len(tokens)
     if missing > 0:
         # Transformers' modules need a token on each rank: add a sequence whose outputs are not used
-        nodes, sizes = [*nodes, PrefixNode(0, 0, missing, -1, 0)], [*sizes, missing]
+        nodes = [*nodes, PrefixNode(0, 0, missing, -1, 0)]
+        sizes = [*sizes, missing]
         starts = torch.cat([starts, starts[-1:] + missing])
         tokens = torch.cat([tokens, tokens.new_zeros(missing)])
         positions = torch.cat([positions, torch.arange(missing)])
     ends = [len(tokens) * number // ways for number in range(ways + 1)]
-    parts, mine = [end - begin for begin, end in pairwise(ends)], slice(ends[part], ends[part + 1])
+    parts = [end - begin for begin, end in pairwise(ends)]
+    mine = slice(ends[part], ends[part + 1])
     here = (states >= mine.start) & (states < mine.stop)
     tree = None if trie is None else make_prefix_tree((nodes, trie[1]), starts.tolist())
     pack = Pack(tokens[mine], positions[mine], starts.int(), sizes, parts, mine.start, tree)

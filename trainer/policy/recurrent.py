@@ -78,12 +78,14 @@ class SequenceRows:
         sequence.
         """
         if hidden.shape[:2] != (1, sum(self.lengths)):
-            shape, tokens = list(hidden.shape), sum(self.lengths)
+            shape = list(hidden.shape)
+            tokens = sum(self.lengths)
             raise ValueError(
                 f"a recurrent layer got {shape} where the pack has {tokens} tokens in one row"
             )
         kwargs = {name: None if name in _OF_A_PACK else value for name, value in kwargs.items()}
-        sequences, results = hidden[0].split(list(self.lengths)), dict[int, Tensor]()
+        sequences = hidden[0].split(list(self.lengths))
+        results = dict[int, Tensor]()
         rest: tuple[Any, ...] | None = None
         for digits in sorted({length.bit_length() for length in self.lengths}):
             numbers = [n for n, length in enumerate(self.lengths) if length.bit_length() == digits]

@@ -150,7 +150,8 @@ def _watched_run(
     It may take its correction bias from the block, or be the block, whose experts then return what
     they get.
     """
-    experts, width = _sizes(model)[0], model.config.get_text_config().hidden_size
+    experts = _sizes(model)[0]
+    width = model.config.get_text_config().hidden_size
     held = [*block.parameters(recurse=False), *block.buffers(recurse=False)]
     biases = [tensor for tensor in held if tensor.shape == (experts,) and router is not block]
     for shape in ((_PROBE_TOKENS, width), (1, _PROBE_TOKENS, width)):
@@ -225,7 +226,8 @@ class Routing:
         device = batch.input_ids.device
         self.rows = None if batch.routes is None else batch.routes.to(device, non_blocking=True)
         self.samples = samples_of(batch).to(device, non_blocking=True)
-        self._done, self._taken = set(), {}
+        self._done = set()
+        self._taken = {}
         if self._loads.device != device:
             self._loads, self._differ, self._pulled = (
                 t.to(device) for t in (self._loads, self._differ, self._pulled)
@@ -257,7 +259,8 @@ class Routing:
         choice = topk(scores)
         rows = None if self.rows is None else self.rows[:, position].long()
         if rows is not None and rows.shape != choice.indices.shape:
-            layer, shape = self.format.layers[position], list(choice.indices.shape)
+            layer = self.format.layers[position]
+            shape = list(choice.indices.shape)
             raise ValueError(
                 f"layer {layer} routes {shape} tokens and experts, but its routes are {list(rows.shape)}"
             )
@@ -316,7 +319,8 @@ def loads_of(batches: list[MicroBatch], format: RouteFormat) -> Tensor:
     loads = torch.zeros(len(format.layers), format.experts, dtype=torch.int64)
     for batch in batches:
         if batch.rows and batch.routes is not None:
-            rows, samples = batch.routes.long(), samples_of(batch).unsqueeze(-1).expand(-1, format.top_k)
+            rows = batch.routes.long()
+            samples = samples_of(batch).unsqueeze(-1).expand(-1, format.top_k)
             for position, counts in enumerate(loads):
                 counts.index_add_(0, rows[:, position].flatten(), samples.flatten())
     return loads
@@ -352,7 +356,8 @@ class _Choice(TorchFunctionMode):
         self.position = position
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        routing, kwargs = self.routing, kwargs or {}
+        routing = self.routing
+        kwargs = kwargs or {}
         experts = routing.format.experts
         if _is_choice(func, args, experts):
             return routing.choose(

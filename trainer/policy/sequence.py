@@ -67,7 +67,8 @@ def heads_for_tokens(
     than queries; if n does not divide their number, heads are repeated until it does. Collective
     among the ranks that share.
     """
-    ways, tokens = len(parts), query.shape[2]
+    ways = len(parts)
+    tokens = query.shape[2]
     dealt = []
     for heads in (query, key, value):
         count = heads.shape[1]

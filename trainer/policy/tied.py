@@ -54,7 +54,8 @@ class _Rows(torch.autograd.Function):
         in torch.
         """
         (ids,) = ctx.saved_tensors
-        weight, padding = ctx.embedding.weight, ctx.embedding.padding_idx
+        weight = ctx.embedding.weight
+        padding = ctx.embedding.padding_idx
         if padding is not None:
             gradient = gradient.masked_fill((ids == padding).unsqueeze(-1), 0.0)
         if weight.grad is None:  # a loss that does not depend on the head

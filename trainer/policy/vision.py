@@ -79,10 +79,12 @@ class Vision:
         (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819).
         """
         device = batch.input_ids.device
-        pack, width = batch.layout.pack, batch.input_ids.shape[1] - 1
+        pack = batch.layout.pack
+        width = batch.input_ids.shape[1] - 1
         sizes = pack.lengths if pack else [width] * len(batch.lengths)
         starts = torch.tensor([0, *sizes]).cumsum(0)
-        spans, indices = batch.images, starts[: len(batch.lengths), None] + torch.arange(width)
+        spans = batch.images
+        indices = starts[: len(batch.lengths), None] + torch.arange(width)
         encoded = [span.image for span in spans]
         if pack and pack.tree:
             # an image of a common beginning is there once, and equal ones are encoded once
@@ -135,7 +137,8 @@ class Vision:
         (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819). `numbers` are the places in
         `images`, by digest.
         """
-        tables, pack = [], batch.layout.pack
+        tables = []
+        pack = batch.layout.pack
         wanted = inspect.signature(self._trunk.get_rope_index).parameters
         runs = [(row, 0, size) for row, size in enumerate(sizes)]
         if pack and pack.tree:

@@ -157,7 +157,8 @@ def _bind(name: str, label: str, kwargs: dict[str, Any]) -> BoundReward:
         )
     if inspect.isclass(function):
         try:
-            function, kwargs = function(**kwargs), {}
+            function = function(**kwargs)
+            kwargs = {}
         except Interrupted:
             raise
         except BaseException as error:  # the user's constructor may raise anything

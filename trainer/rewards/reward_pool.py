@@ -53,7 +53,8 @@ _PIECE = 32 * 1024  # bytes of a question in one packet
 _HEADER = struct.Struct("<QQ")  # a question's number and its size in bytes
 # process, user and group of a packet's sender, as the kernel reports them
 _CREDENTIALS = struct.Struct("3i")
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 Specs = list[tuple[str, dict[str, Any]]]
 
 
@@ -201,7 +202,8 @@ class RewardPool:
         `counts` are the counts of `take_counts`, summed over ranks.
         """
         for label in self.labels:
-            calls, errors = counts["reward/calls"], counts[f"reward/errors/{label}"]
+            calls = counts["reward/calls"]
+            errors = counts[f"reward/errors/{label}"]
             if errors > self._config.max_error_rate * calls:
                 raise RewardError(
                     f"reward {label!r} failed in {errors:.0f} of {calls:.0f} calls "
@@ -334,7 +336,8 @@ class _Worker:
                 raise _StartError(f"could not be loaded by its process: {started.error}")
             self._ready = True
         # Other processes must not guess it
-        loop, number = asyncio.get_running_loop(), 1 + secrets.randbits(62)
+        loop = asyncio.get_running_loop()
+        number = 1 + secrets.randbits(62)
         question = pickle.dumps((index, completion, offered))
         pieces = (question[start : start + _PIECE] for start in range(0, len(question), _PIECE))
         async with asyncio.timeout(seconds):
@@ -422,7 +425,8 @@ def _watch(worker: int, parent: int) -> NoReturn:
     """Wait until the worker or the trainer ends or ask for it, kill all processes below, exit as
     the worker did.
     """
-    status, end = None, math.inf
+    status = None
+    end = math.inf
     while time.monotonic() < end:
         came = signal.sigtimedwait((signal.SIGCHLD, signal.SIGTERM), 1.0 if end == math.inf else 0.02)
         try:

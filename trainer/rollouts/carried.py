@@ -74,9 +74,11 @@ class CarriedPool:
             self._resumed = [] if start is None else read_groups(start)[self._number :: pool.engines]
 
     def _new_episodes(self, leader: Leader) -> CarriedEpisodes:
-        config, function = self._config, self._engines.level.function
+        config = self._config
+        function = self._engines.level.function
         assert config.rollout.slice_tokens is not None and function is not None
-        slices, size = Slices(config.rollout.slice_tokens), config.algorithm.group_size
+        slices = Slices(config.rollout.slice_tokens)
+        size = config.algorithm.group_size
         return CarriedEpisodes(leader.engine, slices, function, self._engines.tokenizer, size)
 
     def take_back(self, step: int) -> None:
@@ -92,7 +94,8 @@ class CarriedPool:
             if self._engines.leader is not None:
                 self._episodes = self._new_episodes(self._engines.leader)
                 self._resumed = self._before
-        self._step, self._flights = step - 1, {}
+        self._step = step - 1
+        self._flights = {}
         self._preemptions = sum(exchange(self._preempted()))
 
     def take(self, position: int, count: int, settings: RolloutSettings, terms: Terms) -> Round:
@@ -146,7 +149,9 @@ class CarriedPool:
         Returns the number of slices, the number of unfinished episodes on all engines, and all
         engines' preemptions since their start.
         """
-        slices, unfinished, preemptions = 0, 0, 0
+        slices = 0
+        unfinished = 0
+        preemptions = 0
         while not slices or sum(flight.complete for flight in self._flights.values()) < count:
 
             def slice(
@@ -163,11 +168,10 @@ class CarriedPool:
             engines = exchange([complete or [], under_way, self._preempted()])
             for position in (position for positions, _, _ in engines for position in positions):
                 self._flights[position].complete = True
-            beginnings, slices = [], slices + 1
-            unfinished, preemptions = (
-                sum(count for _, count, _ in engines),
-                sum(count for _, _, count in engines),
-            )
+            beginnings = []
+            slices = slices + 1
+            unfinished = sum(count for _, count, _ in engines)
+            preemptions = sum(count for _, _, count in engines)
         return slices, unfinished, preemptions
 
     def _count(self, slices: int, unfinished: int, preemptions: int) -> None:
@@ -223,19 +227,15 @@ class CarriedPool:
         for position, sample, so_far in (
             self._episodes.parked() if self._episodes is not None and readable else ()
         ):
-            prompt, token_ids, versions = (
-                self._flights[position].prompt,
-                so_far.token_ids,
-                so_far.versions,
-            )
+            prompt = self._flights[position].prompt
+            token_ids = so_far.token_ids
+            versions = so_far.versions
             mask = [1] * len(token_ids)
             parked = Trajectory(
                 position, sample, so_far.prompt_ids, token_ids, mask, so_far.logprobs, versions=versions
             )
-            parked.images, parked.image_spans = (
-                tuple(image.read() for image in prompt.images),
-                prompt.image_spans,
-            )
+            parked.images = tuple(image.read() for image in prompt.images)
+            parked.image_spans = prompt.image_spans
             candidates.append(parked)
         candidates += [
             t for group in self.groups() for done in group.done.values() for t in done if not t.error
@@ -263,7 +263,9 @@ class CarriedPool:
         """
         if self._flights:
             return []
-        groups, self._resumed, size = self._resumed, [], self._config.algorithm.group_size
+        groups = self._resumed
+        self._resumed = []
+        size = self._config.algorithm.group_size
         for group in groups:  # the checkpoint may have had a larger group size
             group.done = {sample: done for sample, done in group.done.items() if sample < size}
             group.unfinished = {
@@ -295,7 +297,8 @@ class CarriedPool:
         return groups
 
     def _beginning(self, group: CarriedGroup, settings: RolloutSettings) -> Beginning:
-        prompt, engines = self._flights[group.place].prompt, self._engines
+        prompt = self._flights[group.place].prompt
+        engines = self._engines
         steps, index = divmod(group.place, self._config.batch.prompts_per_step)
         messages = engines.level.messages([prompt])
 

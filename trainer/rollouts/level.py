@@ -64,7 +64,8 @@ class RolloutLevel:
         self._mcp: McpTools | None = None
         # With the tools' schemas as arguments of the chat template, if the recipe says so
         self.data = config.data
-        named, kwargs = config.rollout, config.rollout.kwargs
+        named = config.rollout
+        kwargs = config.rollout.kwargs
         if (custom := named.custom) is not None:
             self.function = _checked("rollout.custom", lambda: custom_rollout(load(custom), kwargs))
         elif (sampler := named.sampler) is not None:
@@ -111,7 +112,8 @@ class RolloutLevel:
 
 def _client_function(config: TrainConfig, start_server: StartServer | None) -> ClientRollout:
     """Build level 6: a client on a thread of the leader, or in processes of another Python."""
-    named, log = config.rollout, config.run.folder / "clients.log"
+    named = config.rollout
+    log = config.run.folder / "clients.log"
 
     async def serve(engine: Any, **settings: Any) -> CapturingServer:
         """Start a server that parses tool calls as the recipe says."""
@@ -125,10 +127,12 @@ def _client_function(config: TrainConfig, start_server: StartServer | None) -> C
             "rollout.client", lambda: ClientRollout(client, serve, config.run.step_deadline_s)
         )
     if isinstance(section, VerifiersConfig):
-        key, command = "rollout.verifiers.python", verifiers.command(section.model_dump(), log)
+        key = "rollout.verifiers.python"
+        command = verifiers.command(section.model_dump(), log)
     else:
         assert isinstance(section, ClientConfig)
-        key, client_command = "rollout.client.command", section.command
+        key = "rollout.client.command"
+        client_command = section.command
         command = ClientCommand(client_command, section.workers, section.env, named.kwargs, log)
     if shutil.which(command.command[0]) is None:
         raise UserError(f"{key}: there is no program {command.command[0]}")

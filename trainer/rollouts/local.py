@@ -154,7 +154,8 @@ def sample_held_out(
     The engines have the weights of `version`. `step` selects the samples' seeds: -1 before a run's
     first step, and one less after each further step.
     """
-    seed, extra = config.run.seed, config.data.chat_template_kwargs
+    seed = config.run.seed
+    extra = config.data.chat_template_kwargs
     settings = RolloutSettings(
         held_out.samples,
         held_out.sampling,

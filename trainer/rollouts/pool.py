@@ -264,7 +264,9 @@ class Pool:
         voting: bool,
     ) -> list[Trajectory]:
         """Sample and score this engine's share of the prompts, which begin in their order."""
-        ids, level, key = [prompt.token_ids for prompt in prompts], self.level, f"rollout/{self._rounds}"
+        ids = [prompt.token_ids for prompt in prompts]
+        level = self.level
+        key = f"rollout/{self._rounds}"
 
         def claim() -> int | None:
             """Claim the next prompt by a counter in the ranks' store, so that it goes to one engine
@@ -282,7 +284,8 @@ class Pool:
         # A sampler takes all its prompts at once, so engines claim equal shares first
         assert level.sampler is not None
         share = [index for _ in range(-(-len(ids) // self.engines)) if (index := claim()) is not None]
-        messages, rows = level.messages(prompts), [prompt.row for prompt in prompts]
+        messages = level.messages(prompts)
+        rows = [prompt.row for prompt in prompts]
         rules = level.image_rules
         images = [(prompt.images, prompt.image_spans) for prompt in prompts] if rules else None
         batch = prompt_batch(ids, share, self.tokenizer, settings.group_size, messages, rows, images)
@@ -292,7 +295,8 @@ class Pool:
 
     def setup(self, prompts: Sequence[Prompt]) -> EpisodeSetup:
         """Return the arguments of these prompts' episodes."""
-        level, rows = self.level, [prompt.row for prompt in prompts]
+        level = self.level
+        rows = [prompt.row for prompt in prompts]
         images = (
             [(prompt.images, prompt.image_spans) for prompt in prompts] if level.image_rules else None
         )
@@ -312,7 +316,8 @@ class Pool:
         start = time.perf_counter()
         if trajectory.finish_reason == "length":
             trajectory.metrics["length/past_end"] = float(self._ends.are_passed_by(trajectory))
-        decoded, last = trajectory.decoded, trajectory.response_ids[trajectory.answer_start :]
+        decoded = trajectory.decoded
+        last = trajectory.response_ids[trajectory.answer_start :]
         trajectory.text = self._text(trajectory.response_ids) if decoded is None else decoded
         completion = self._text(last) if trajectory.answer_start and decoded is None else trajectory.text
         if voting:
@@ -346,11 +351,9 @@ class Pool:
                 total, "with what reward functions gave, the episode's own reward is"
             )
         except ValueError as error:
-            trajectory.reward, trajectory.finish_reason, trajectory.error = (
-                0.0,
-                "error",
-                f"reward: {error}",
-            )
+            trajectory.reward = 0.0
+            trajectory.finish_reason = "error"
+            trajectory.error = f"reward: {error}"
 
     def _text(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(self._ends.removed_from(token_ids), skip_special_tokens=True))
@@ -377,7 +380,8 @@ def check_failures(answers: list[Answer], max_error_rate: float) -> None:
     Episodes on which only a reward function failed do not count; `reward.max_error_rate` limits
     those.
     """
-    episodes, errors = by_episode(answers), failed_episodes(answers)
+    episodes = by_episode(answers)
+    errors = failed_episodes(answers)
     if len(errors) > max_error_rate * len(episodes):
         raise RolloutError(
             f"{len(errors)} of {len(episodes)} episodes failed, more than rollout.max_error_rate="

@@ -51,8 +51,10 @@ def send_rounds(training: int, rounds: list[Round], error: Exception | None) -> 
     passes an `error`, all ranks raise RemoteError.
     """
     agree(error, "generating", among=EVERYBODY)
-    full, bare = packed(rounds), packed([one_round.bare() for one_round in rounds])
-    receiver, ranks = rank(EVERYBODY) % training, range(world_size(EVERYBODY))
+    full = packed(rounds)
+    bare = packed([one_round.bare() for one_round in rounds])
+    receiver = rank(EVERYBODY) % training
+    ranks = range(world_size(EVERYBODY))
     payloads = [b"" if other >= training else full if other == receiver else bare for other in ranks]
     all_to_all_bytes(payloads, among=EVERYBODY)
 
@@ -197,8 +199,10 @@ class RemoteSource:
         """
         if self._ordered is None:
             return
-        order, self._ordered = self._ordered, None
-        rounds, cut = receive_rounds(), self._config.rollout.slice_tokens is not None
+        order = self._ordered
+        self._ordered = None
+        rounds = receive_rounds()
+        cut = self._config.rollout.slice_tokens is not None
         if rounds[0].word == GIVEN_UP:
             raise StepAbandoned(f"the rollouts of step {order.step} were given up")
         if rounds[0].word:

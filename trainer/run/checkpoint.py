@@ -113,7 +113,8 @@ def write(folder: Path, snapshot: Snapshot, among: Ranks = CREW) -> Path:
             remedy = "set run.output_dir to a folder that is"
             raise UserError(f"{folder} is not shared between the machines of this run; {remedy}")
         try:
-            writer, alone = dcp.FileSystemWriter(temporary, sync_files=True), not dist.is_initialized()
+            writer = dcp.FileSystemWriter(temporary, sync_files=True)
+            alone = not dist.is_initialized()
             dcp.save(snapshot.tensors, storage_writer=writer, process_group=among.channel, no_dist=alone)
         except CheckpointException as failed:
             # a BaseException (torch/distributed/checkpoint/api.py) few handlers see
@@ -171,7 +172,8 @@ def load(path: Path, parts: Parts) -> dict[str, Any]:
         extra = read_extra(path)
     state = {name: part.state_dict() for name, part in parts.items()}
     with _raised_on_all(UserError, f"checkpoint {path} cannot be loaded"):
-        tensors, metadata = dict(_flat(state)), read_metadata(path)
+        tensors = dict(_flat(state))
+        metadata = read_metadata(path)
         if difference := misfit(metadata, tensors):
             raise UserError(f"checkpoint {path} does not fit this model: {difference}")
         read_tensors(path, metadata, tensors)
@@ -387,14 +389,13 @@ def _raised_on_all(kind: type[UserError], beginning: str) -> Iterator[None]:
     """Raise an error in the block on any rank as `kind` on all ranks, with the sentence of the
     first failed rank.
     """
-    problem, cause = "", None
+    problem = ""
+    cause = None
     try:
         yield
     except Exception as error:
-        problem, cause = (
-            str(error) if isinstance(error, UserError) else f"{beginning}: {_phrase(error)}",
-            error,
-        )
+        problem = str(error) if isinstance(error, UserError) else f"{beginning}: {_phrase(error)}"
+        cause = error
     if sentence := next(filter(None, exchange(problem.encode(errors="replace").decode())), ""):
         raise kind(sentence) from cause
 

@@ -83,7 +83,8 @@ def read_tensors(folder: Path, metadata: Metadata, tensors: dict[str, Tensor]) -
     """Read a checkpoint into tensors of equal shapes, in place; sharded ones get this rank's part.
     Not collective.
     """
-    reader, planner = FileSystemReader(folder), _TensorPlanner(False, False)
+    reader = FileSystemReader(folder)
+    planner = _TensorPlanner(False, False)
     planner.set_up_planner(tensors, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
@@ -128,7 +129,8 @@ def _tensor(name: Any, entry: Any) -> TensorStorageMetadata:
         type(entry).__name__ == "TensorStorageMetadata",
         f"declares {name} as something other than a tensor",
     )
-    size, dtype = entry.state["size"], entry.state["properties"].state[0]
+    size = entry.state["size"]
+    dtype = entry.state["properties"].state[0]
     chunks = [
         ChunkStorageMetadata(chunk.state["offsets"], chunk.state["sizes"])
         for chunk in entry.state["chunks"]
@@ -162,7 +164,8 @@ def _rows_are_whole(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> boo
 
 
 def _piece(index: Any, piece: Any) -> tuple[MetadataIndex, _StorageInfo]:
-    name, offsets = index.state["fqn"], index.state["offset"]
+    name = index.state["fqn"]
+    offsets = index.state["offset"]
     file, start, length = (piece.state[key] for key in ("relative_path", "offset", "length"))
     plain = (
         type(name) is str and type(offsets) is torch.Size and type(start) is int and type(length) is int

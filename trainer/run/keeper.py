@@ -191,7 +191,8 @@ def find_checkpoint(config: TrainConfig, identity: Identity) -> tuple[Path | Non
     checkpoint asked for is damaged, if all are damaged, or if the newest sound one has another
     identity (unless checkpoint.resume_anyway permits it).
     """
-    folder, wanted = config.run.folder / "checkpoints", config.checkpoint.resume
+    folder = config.run.folder / "checkpoints"
+    wanted = config.checkpoint.resume
     with agreed("removing unfinished checkpoints"):
         checkpoint.remove_unfinished(folder)
     if wanted == "none":
@@ -231,7 +232,9 @@ def make_run_tracker(config: TrainConfig, state: RunState) -> NullTracker:
     Trackers get the recipe with secrets masked. Metrics of steps after the state's step are
     dropped.
     """
-    run, recipe, patience = config.run, masked(config.recorded()), config.checkpoint.patience_s
+    run = config.run
+    recipe = masked(config.recorded())
+    patience = config.checkpoint.patience_s
     tracker = make_tracker(run.folder, recipe, run.name, config.tracking, state.step or None, patience)
     if is_main():
         write_whole(run.folder / "config.yaml", to_yaml(config), PRIVATE)
@@ -289,7 +292,8 @@ class CheckpointWriter:
         """Wait until the checkpoint under way, if any, is complete on all ranks; raise its failure
         on all ranks.
         """
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is None:
             return
         if not wait([writing], self._timeout).done:
@@ -366,7 +370,8 @@ class Keeper:
         self._state = state
         self._parts = parts
         self._identity = identity
-        folder, timeout = config.run.folder / "checkpoints", config.run.first_step_deadline_s
+        folder = config.run.folder / "checkpoints"
+        timeout = config.run.first_step_deadline_s
         self._writer = CheckpointWriter(folder, config.checkpoint, timeout)
         self._saved = state.step if config.checkpoint.resume == "auto" else 0
         self._metrics: dict[str, float] = {}

@@ -42,7 +42,8 @@ class RunLock:
 
         Raises UserError naming the other run's host and process if it still holds the lock then.
         """
-        began, printed = time.monotonic(), False
+        began = time.monotonic()
+        printed = False
         while not self._try(fcntl.LOCK_EX):
             if time.monotonic() - began >= seconds:
                 raise UserError(

@@ -58,7 +58,8 @@ class PhaseMeter:
         """Measure the block as phase `name`; blocks with one name add up. For `waits_for` see
         `Watchdog.phase`.
         """
-        began, before = time.perf_counter(), self._work_done()
+        began = time.perf_counter()
+        before = self._work_done()
         with (
             self._watchdog.phase(name, self._deadline, waits_for),
             self._memory.phase(name),
@@ -173,14 +174,16 @@ class MemoryMeter:
             metrics |= {f"memory/{name}": float(value) for name, value in self._allocator.items()}
             metrics["memory/alloc_retries"] = float(retries - self._retries)
             self._retries = retries
-        self._peaks, self._allocator = {}, {}
+        self._peaks = {}
+        self._allocator = {}
         return metrics
 
     def _note_allocator(self) -> None:
         """Save torch's peaks before they are reset."""
         statistics = torch.cuda.memory_stats(self._device)
         for name in ("allocated", "reserved"):
-            key, peak = f"peak_{name}_bytes", statistics.get(f"{name}_bytes.all.peak", 0)
+            key = f"peak_{name}_bytes"
+            peak = statistics.get(f"{name}_bytes.all.peak", 0)
             self._allocator[key] = max(self._allocator.get(key, 0), peak)
 
 

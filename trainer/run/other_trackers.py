@@ -15,7 +15,8 @@ from typing import Any
 from trainer.run.records import Rows, write_whole
 
 # MLflow's limits: characters of a value, and values in a request
-_PARAM_LIMIT, _PARAMS_AT_A_TIME = 6000, 100
+_PARAM_LIMIT = 6000
+_PARAMS_AT_A_TIME = 100
 
 
 class OtherTracker:

@@ -69,7 +69,8 @@ def put_current_folder_last() -> None:
     It comes after this project's packages, here and in spawned processes, since a folder of the
     user may also be named `generation`.
     """
-    ours, here = str(Path(__file__).parents[2]), os.getcwd()
+    ours = str(Path(__file__).parents[2])
+    here = os.getcwd()
     if sys.path[0] in ("", here) and here != ours:  # by python -m
         del sys.path[0]
     sys.path += [folder for folder in (ours, here) if folder not in sys.path]
@@ -121,7 +122,8 @@ def _user_cache() -> Path | None:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
         folder = base / "hotbunk"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        above, entry = base.stat(), folder.lstat()
+        above = base.stat()
+        entry = folder.lstat()
     except (OSError, RuntimeError):  # nothing can be written there; no home
         return None
     sticky = bool(above.st_mode & stat.S_ISVTX)  # users cannot rename entries of other users there
@@ -203,7 +205,9 @@ def install_signal_handlers(
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    announcing, announced, raised = threading.RLock(), threading.Event(), threading.Event()
+    announcing = threading.RLock()
+    announced = threading.Event()
+    raised = threading.Event()
 
     def announce(number: int) -> None:
         # The main thread or the enforcer, whichever is first. The other waits, since it may end the
@@ -257,7 +261,8 @@ def interrupt_now() -> None:
     """End a delay from the main thread and raise `Interrupted`, once the run is saved."""
     number = int(signal.SIGTERM)
     if _hold is not None:
-        _hold.over, number = True, _hold.came
+        _hold.over = True
+        number = _hold.came
     signal.raise_signal(number)
 
 
@@ -294,7 +299,8 @@ def _wait_out(reader: int, hold: _Hold) -> int:
     """Wait until the delay is over or a second signal comes, interrupt the main thread, and return
     the signal.
     """
-    number, began = hold.came, time.monotonic()
+    number = hold.came
+    began = time.monotonic()
     while hold.worthwhile() and (left := began + hold.seconds - time.monotonic()) > 0:
         again = _next_signal(reader, left)
         if again is not None and (

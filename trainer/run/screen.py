@@ -345,7 +345,8 @@ def sparkline(values: list[float], width: int) -> str:
         for index in range(count)
     ]
     means = [sum(stretch) / len(stretch) for stretch in stretches]
-    low, high = min(means, default=0.0), max(means, default=0.0)
+    low = min(means, default=0.0)
+    high = max(means, default=0.0)
     scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_SPARKS[round((mean - low) * scale)] for mean in means)
 

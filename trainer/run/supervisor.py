@@ -79,7 +79,10 @@ def supervise(launcher: list[str], restarts: int, pause: Callable[[int], float] 
     attempt = _Attempt()
     for number in _SIGNALS:
         signal.signal(number, attempt.hand_on)
-    first, command, step, failures = Outcome(), launcher, -1, 0
+    first = Outcome()
+    command = launcher
+    step = -1
+    failures = 0
     for left in range(restarts, -1, -1):
         code, outcome = attempt.run(command)
         if code == 0 or attempt.asked:
@@ -87,7 +90,8 @@ def supervise(launcher: list[str], restarts: int, pause: Callable[[int], float] 
         failures = failures + 1 if outcome.step and outcome.step == step else 1
         step = outcome.step
         where = f"step {step}" if step else "an unknown step"
-        wait, after = pause(failures), f"{left - 1} restart{'s' * (left != 2)} left after that"
+        wait = pause(failures)
+        after = f"{left - 1} restart{'s' * (left != 2)} left after that"
         stays = _why_not(code, outcome, failures, where, left)
         line = stays or f"failed in {where}, exit code {code}: starting again in {wait:.0f} s, {after}"
         print(f"[hotbunk] {line}", file=sys.stderr, flush=True)
@@ -139,7 +143,8 @@ class _Attempt:
         The command has a session of its own, so that Ctrl-C reaches it only through this process,
         and only once.
         """
-        outcome, here = os.memfd_create("hotbunk-outcome"), os.getpid()
+        outcome = os.memfd_create("hotbunk-outcome")
+        here = os.getpid()
         environment = os.environ | {OUTCOME: f"/proc/{here}/fd/{outcome}"}
         # A signal that comes before the child exists would be lost.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)

@@ -220,7 +220,8 @@ class OtherCopy(Copy):
         """Return `start` opens the tracker on this copy's thread, which sends it the `earlier` rows
         that it lacks.
         """
-        self._start, self._earlier = start, earlier
+        self._start = start
+        self._earlier = earlier
         super().__init__(name)
 
     def _work(self) -> None:
@@ -267,7 +268,8 @@ class Alarms:
             self._latest.append(gap)
             if len(self._first) < _GAP_STEPS:
                 self._first.append(gap)
-            first, latest = fmean(self._first), fmean(self._latest)
+            first = fmean(self._first)
+            latest = fmean(self._latest)
             if latest > max(_GAP_TIMES * first, _GAP_NOISE):
                 troubles["The gap grows"] = (
                     f"step {step}: trainer and engine are {latest:.1e} nats apart on average, "
@@ -332,7 +334,8 @@ class WandbCopy(Copy):
             [step, *(str(row.get(key, "")) for key in _ANSWER_COLUMNS), row.get("reward")]
             for row in rows
         ]
-        columns, wandb = ["step", *_ANSWER_COLUMNS, "reward"], sys.modules["wandb"]
+        columns = ["step", *_ANSWER_COLUMNS, "reward"]
+        wandb = sys.modules["wandb"]
         images = [row.get("images") or [] for row in rows]
         for n in range(max(map(len, images))):
             columns.append(f"image {n + 1}")
@@ -396,7 +399,8 @@ def _is_copy(folder: Path, starts_over: bool) -> bool:
     Trackers take a copy for a run of its own. A folder that was moved, or whose original was
     deleted, is no copy.
     """
-    file, here = folder / "folder.json", folder.resolve()
+    file = folder / "folder.json"
+    here = folder.resolve()
     note = _note(file)
     token = secrets.token_hex(8)
     copied = False
@@ -474,7 +478,8 @@ def _append(file: FileIO, text: str) -> None:
     """Append the text to the file and sync it to disk; append nothing if that fails."""
     # Answers may contain lone surrogates, which UTF-8 cannot encode; in JSON their escapes mean the
     # same.
-    content, begin = text.encode(errors="backslashreplace"), os.fstat(file.fileno()).st_size
+    content = text.encode(errors="backslashreplace")
+    begin = os.fstat(file.fileno()).st_size
     try:
         while content:
             content = content[file.write(content) :]

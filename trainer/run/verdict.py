@@ -32,9 +32,11 @@ def verdict(rows: Rows, recipe: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if len(rewards) < FEWEST_STEPS or recipe.get("algorithm", {}).get("teacher") is not None:
         return []
     count = len(rewards) // 3
-    before, after = fmean(rewards[:count]), fmean(rewards[-count:])
+    before = fmean(rewards[:count])
+    after = fmean(rewards[-count:])
     sigma = fmean((one - other) ** 2 / 2 for one, other in pairwise(rewards)) ** 0.5
-    scatter, change = 2 * sigma * (2 / count) ** 0.5, after - before
+    scatter = 2 * sigma * (2 / count) ** 0.5
+    change = after - before
     accuracy = series(rows, "eval/accuracy")[1]
     if change > scatter or (accuracy and accuracy[-1] - accuracy[0] > sigma):
         return []
@@ -62,7 +64,8 @@ def _causes(rows: Rows, recipe: Mapping[str, Mapping[str, Any]], fell: bool) -> 
         return recipe.get(section, {}).get(key, 0)
 
     rewards = values("reward/mean")
-    steps, updates = len(rewards), sum(values("updates"))
+    steps = len(rewards)
+    updates = sum(values("updates"))
     answers = steps * setting("batch", "prompts_per_step") * setting("algorithm", "group_size")
     if answers and (failures := sum(values("reward/errors"))) > 0.05 * answers:
         yield (

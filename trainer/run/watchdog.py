@@ -117,7 +117,8 @@ class Watchdog:
         self.called_at: float | None = None
         self._next = (rank + 1) % world_size
         # The next rank's latest beat, and how many beats of this rank followed it
-        self._heard, self._missed = b"", 0
+        self._heard = b""
+        self._missed = 0
         self._beat_at = time.monotonic()
         self._closed = threading.Event()
         self._answers = 0  # number of polls that the store has answered
@@ -152,7 +153,8 @@ class Watchdog:
     @contextmanager
     def aside(self, name: str, seconds: float) -> Iterator[None]:
         """Run the block as a phase whose time does not count for the phases around it."""
-        outer, began = self._phases, time.monotonic()
+        outer = self._phases
+        began = time.monotonic()
         self._phases = ()
         try:
             with self.phase(name, seconds):
@@ -256,7 +258,8 @@ class Watchdog:
 
         Time is counted in polls, so that time during which this process is stopped does not count.
         """
-        answers, silent = -1, 0.0
+        answers = -1
+        silent = 0.0
         while not self._closed.wait(_POLL_SECONDS):
             silent = silent + _POLL_SECONDS if answers == self._answers else 0.0
             answers = self._answers

@@ -128,7 +128,8 @@ def read_model_args(args: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     section, like `policy` in `rlhf.yaml`. Raises ValueError where there are several sections, or no
     such file.
     """
-    folder, values = Path(), args
+    folder = Path()
+    values = args
     if isinstance(args, str | Path):
         if not Path(args).exists():
             names = "a name of a model, which ChatLearn's own VLLMModule takes, has no meaning here"
@@ -158,7 +159,8 @@ def check_recipe(args: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
     (`stop_token_list`, `ignore_eos`, `prompt_logprobs`), for which it has no keys.
     """
     for name, value in args.items():
-        field, decided = name.removeprefix("eval_"), dict[str, Any]()
+        field = name.removeprefix("eval_")
+        decided = dict[str, Any]()
         if key := _RECIPE.get(name):
             setting: Any = recipe
             for part in key.split("."):
@@ -205,11 +207,13 @@ def read_settings(args: Mapping[str, Any]) -> ChatLearnSettings:
             "use_beam_search: beams are not samples of the policy, and vLLM no longer has them: "
             f"{remedy}"
         )
-    sampling, listed = _sampling(arguments, ""), arguments.get("stop_token_list", "")
+    sampling = _sampling(arguments, "")
+    listed = arguments.get("stop_token_list", "")
     for key in ("seq_length", "max_new_tokens"):
         if key not in arguments:
             raise ValueError(f"{key} is missing: set it to a number of tokens")
-    total, new = _whole(arguments, "seq_length", 1), _whole(arguments, "max_new_tokens", 1)
+    total = _whole(arguments, "seq_length", 1)
+    new = _whole(arguments, "max_new_tokens", 1)
     limited = _flag(arguments, "new_token_limit", True)
     if limited and new >= total:
         needed = "Prompt length for RLHF/OnlineDPO/GRPO trainer must be an integer greater than 0"

@@ -288,7 +288,9 @@ class VLLMModule:
         """Sample for a batch, which is a mapping of lists or the rows of a dataset."""
         if not isinstance(data, Mapping):
             data = {key: [row[key] for row in data] for key in data[0]} if data else {}
-        batch, self._queue, self._eval_mode = ScheduledData(data), [], is_eval
+        batch = ScheduledData(data)
+        self._queue = []
+        self._eval_mode = is_eval
         if self._own is not None:
             self._renew_llm(iteration)
         if self.llm is None:
@@ -310,14 +312,17 @@ class VLLMModule:
         The trainer repeats the prompts of a group. Evaluation calls `eval_forward`. The iteration
         is the step, or in evaluation the number of steps so far.
         """
-        self.llm, first, self._training_params = llm, self._training_params is None, sampling_params
+        self.llm = llm
+        first = self._training_params is None
+        self._training_params = sampling_params
         if first:
             self._tokenizer = ModuleTokenizer(llm.get_tokenizer())
             self.setup()
         items = [
             {self.settings.prompt_key: p, self.settings.input_ids_key: p.token_ids} for p in prompts
         ]
-        step, is_eval = llm.settings.step, llm.settings.evaluation
+        step = llm.settings.step
+        is_eval = llm.settings.evaluation
         outputs = self._outputs(items, step if step >= 0 else -1 - step, is_eval)
         decoded = self.decode_internal(outputs)
         texts = decoded.get("str_outputs") if isinstance(decoded, Mapping) else None
@@ -339,7 +344,8 @@ class VLLMModule:
             raise ValueError(f"execute_step takes the batch only: {STEP_REMEDY}")
         if not self._queue and data is not None:
             self._queue_batch(data)
-        queue, self._queue = self._queue, []
+        queue = self._queue
+        self._queue = []
         prompts = [
             prompt
             if isinstance(prompt, PromptText) and prompt.token_ids == ids
@@ -358,7 +364,8 @@ class VLLMModule:
 
     def close(self) -> None:
         """Stop the module's own engine, if it has one."""
-        engine, self._own = self._own, None
+        engine = self._own
+        self._own = None
         if engine is not None:
             engine.close()
             self.llm = None
@@ -403,7 +410,8 @@ class VLLMModule:
         ends = [tokens[0] for tokens in single.values() if len(tokens) == 1]
         fields = settings.eval_sampling if is_eval else settings.sampling
         if self._training_params is not None:
-            params, ignore_eos = self._training_params.clone(), settings.sampling["ignore_eos"]
+            params = self._training_params.clone()
+            ignore_eos = settings.sampling["ignore_eos"]
             for name in SAMPLING:  # a value that differs from the recipe's is refused later, by its name
                 if (value := self.model_args.get("eval_" * is_eval + name)) is not None:
                     setattr(params, name, value)
@@ -431,7 +439,8 @@ class VLLMModule:
 
     def _renew_llm(self, iteration: int) -> None:
         assert self._own is not None
-        engine, sampling = self._own.engine, SamplingSettings(self.settings.max_new_tokens)
+        engine = self._own.engine
+        sampling = SamplingSettings(self.settings.max_new_tokens)
         rollout = RolloutSettings(
             1, sampling, policy_version=0, seed=engine.settings.seed, step=iteration
         )

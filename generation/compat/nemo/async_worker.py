@@ -73,10 +73,8 @@ class VllmAsyncGenerationWorker(Engine):
         dead or in the wrong state.
         """
         version = self.state.usable_version()
-        sampling, seed = (
-            self._sampling(row.stop, greedy),
-            sample_seed(self.settings.seed, call, row.index, 0),
-        )
+        sampling = self._sampling(row.stop, greedy)
+        seed = sample_seed(self.settings.seed, call, row.index, 0)
         try:
             completion = await self.complete(row.token_ids, sampling, seed=seed, policy_version=version)
         except request_errors() as error:
@@ -113,7 +111,8 @@ class VllmAsyncGenerationWorker(Engine):
         Raises ValueError for a batch that is not right-padded or lacks a key, and EngineStateError
         where the engine is asleep or has no weights.
         """
-        rows, call = batch.rows_of(data, self.pad_token_id), next(self._calls)
+        rows = batch.rows_of(data, self.pad_token_id)
+        call = next(self._calls)
         self.state.usable_version()
         async with aclosing(as_ready(self.answer(row, greedy, call) for row in rows)) as answers:
             async for index, completion in answers:
@@ -128,10 +127,8 @@ class VllmAsyncGenerationWorker(Engine):
         `stop_strings` in the batch are by sample. A response includes the stop string that ended
         it.
         """
-        rows, call = (
-            batch.text_rows(data, not self.settings.extra.get("skip_tokenizer_init")),
-            next(self._calls),
-        )
+        rows = batch.text_rows(data, not self.settings.extra.get("skip_tokenizer_init"))
+        call = next(self._calls)
         self.state.usable_version()
         async with aclosing(as_ready(self.answer_text(row, greedy, call) for row in rows)) as answers:
             async for index, answer in answers:
@@ -240,7 +237,8 @@ class VllmAsyncGenerationWorker(Engine):
         """Stop the server, if there is one, and the engine's processes. Return True; a failure
         raises.
         """
-        server, self.server = self.server, None
+        server = self.server
+        self.server = None
         if server is not None:
             await server.stop()
         # On another thread, since it waits for a task of this event loop

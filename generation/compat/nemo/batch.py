@@ -317,7 +317,8 @@ def _padding_problem(data: Mapping[str, Any], pad_value: int) -> str | None:
     if pair is None:
         wanted = "(input_ids, input_lengths) or (output_ids, unpadded_sequence_lengths)"
         return f"could not find {wanted}; the keys are {', '.join(data) or 'none'}"
-    ids, lengths = data[pair[0]], data[pair[1]]
+    ids = data[pair[0]]
+    lengths = data[pair[1]]
     for name, value, dim in (pair[0], ids, 2), (pair[1], lengths, 1):
         if not isinstance(value, torch.Tensor) or value.dim() != dim or value.is_floating_point():
             form = (
@@ -334,7 +335,8 @@ def _padding_problem(data: Mapping[str, Any], pad_value: int) -> str | None:
             "many"
         )
     # One comparison for the whole batch; single rows are read only to describe the first problem.
-    width, lengths = ids.shape[1], lengths.to(ids.device)
+    width = ids.shape[1]
+    lengths = lengths.to(ids.device)
     stray = (ids != pad_value) & (torch.arange(width, device=ids.device) >= lengths[:, None])
     bad = (lengths < 0) | (lengths > width) | stray.any(dim=1)
     if not bool(bad.any()):
@@ -407,7 +409,8 @@ def padded_output(data: Prompts, completions: Sequence[Generation], pad_value: i
     """Return the batch of responses to the rows of `data`, as wide as the input plus the longest
     response.
     """
-    input_ids, input_lengths = data["input_ids"].cpu(), data["input_lengths"].cpu().long()
+    input_ids = data["input_ids"].cpu()
+    input_lengths = data["input_lengths"].cpu().long()
     counts = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.long)
     width = input_ids.shape[1] + max((len(c.token_ids) for c in completions), default=0)
     output_ids = input_ids.new_full((len(completions), width), pad_value)

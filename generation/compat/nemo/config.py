@@ -78,7 +78,9 @@ def check_config(config: Mapping[str, Any]) -> None:
     _check_keys("generation.vllm_cfg", config["vllm_cfg"], VllmSpecificArgs)
     shared = config.get("colocated") or ColocatedConfig(enabled=False)
     _check_keys("generation.colocated", shared, ColocatedConfig)
-    top_k, top_p, stop = config.get("top_k"), config.get("top_p", 1.0), config.get("stop_strings")
+    top_k = config.get("top_k")
+    top_p = config.get("top_p", 1.0)
+    stop = config.get("stop_strings")
     rules = {
         "model_name": (
             isinstance(config["model_name"], str | Path),
@@ -105,7 +107,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     )
     _check(config, "generation", rules)
     engine: Mapping[str, Any] = config["vllm_cfg"]
-    size, share = engine.get("tensor_parallel_size", 1), engine.get("gpu_memory_utilization", 1.0)
+    size = engine.get("tensor_parallel_size", 1)
+    share = engine.get("gpu_memory_utilization", 1.0)
     counts = ("max_model_len", "tensor_parallel_size", "num_replicas", "max_num_seqs")
     one_stage = "1, since weights reach tensor parallel workers only: raise tensor_parallel_size instead"
     experts = engine.get("expert_parallel_size", 1) in (1, size)
@@ -189,8 +192,10 @@ def engine_settings(
     """
     check_config(config)
     engine: Mapping[str, Any] = config["vllm_cfg"]
-    size, devices = engine.get("tensor_parallel_size", 1), device_count()
-    bundle, on_cpu = tuple(range(size) if bundle_indices is None else bundle_indices), devices == 0
+    size = engine.get("tensor_parallel_size", 1)
+    devices = device_count()
+    bundle = tuple(range(size) if bundle_indices is None else bundle_indices)
+    on_cpu = devices == 0
     if len(bundle) != size:
         raise ValueError(
             f"bundle_indices {[*bundle]}: an engine with tensor_parallel_size {size} needs {size} of "
@@ -276,10 +281,8 @@ def counted_gpus(config: Mapping[str, Any], fraction_of_gpus: float) -> float:
         counts = f"fraction_of_gpus is {fraction_of_gpus}, but only Ray counts shares of GPUs"
         raise ValueError(f"{counts}: leave it at 1.0, {remedy}")
     if not 0 < fraction_of_gpus <= 1 or (size > 1 and fraction_of_gpus != 1.0):
-        one, share = (
-            "1.0, since an engine of several GPUs gets whole GPUs from Ray",
-            "more than 0, and 1 at most",
-        )
+        one = "1.0, since an engine of several GPUs gets whole GPUs from Ray"
+        share = "more than 0, and 1 at most"
         raise ValueError(
             f"fraction_of_gpus is {fraction_of_gpus}: it must be {one if size > 1 else share}"
         )

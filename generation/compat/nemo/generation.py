@@ -61,7 +61,9 @@ class _Batches:
         """
         for worker in self.workers:
             worker.check_usable()
-        engines, futures, call = list[int](), list[Future[Any]](), next(self._calls)
+        engines = list[int]()
+        futures = list[Future[Any]]()
+        call = next(self._calls)
         for row in rows:
             engines.append(self._choose(row.text or row.token_ids))
             futures.append(self.workers[engines[-1]].begin(method, row, greedy, call))
@@ -235,10 +237,8 @@ class VllmGeneration(_Batches, GenerationInterface):
         """
         super().__init__(config, timeout)
         self.workers = []
-        size, count = (
-            config["vllm_cfg"].get("tensor_parallel_size", 1),
-            config["vllm_cfg"].get("num_replicas", 1),
-        )
+        size = config["vllm_cfg"].get("tensor_parallel_size", 1)
+        count = config["vllm_cfg"].get("num_replicas", 1)
         leave = join_once(size * count) if on_ray(config) else lambda: None
         self._end = weakref.finalize(self, _stop, self.workers, leave)
 

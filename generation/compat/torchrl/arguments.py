@@ -196,7 +196,8 @@ class PromptTimeouts(TimeoutError):
 
     def __init__(self, errors: PromptErrors) -> None:
         super().__init__(f"{errors.message}; the first error: {errors.exceptions[0]}")
-        self.exceptions, self.outputs = errors.exceptions, errors.outputs
+        self.exceptions = errors.exceptions
+        self.outputs = errors.outputs
 
 
 def answer_or_error(future: Future[Any], index: int) -> Any:

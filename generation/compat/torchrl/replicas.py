@@ -72,7 +72,8 @@ class UpdateGate:
                 raise TimeoutError(f"{late}, so no weights were updated") from error
             yield
         finally:
-            updated, self._updated = self._updated, None
+            updated = self._updated
+            self._updated = None
             updated.set()
 
 

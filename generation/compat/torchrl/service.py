@@ -165,7 +165,9 @@ class AsyncVLLM(WeightUpdates):
         cls, settings: Any, service_id: str, actors: list[Any], weight_version: int, balancing: Any
     ) -> Self:
         service = cls(settings, len(actors), backend="ray")
-        service._owner, service.service_id, service.weight_version = False, service_id, weight_version
+        service._owner = False
+        service.service_id = service_id
+        service.weight_version = weight_version
         service._thread = thread = EngineThread(f"async-vllm-{service_id}")
         for name, actor in actors:
             service.actors.append(replica := RayReplica(actor, thread, name))
@@ -222,10 +224,8 @@ class AsyncVLLM(WeightUpdates):
                 if self.backend == "local":
                     self.actors.append(LocalReplica(settings, self._thread))
                 else:
-                    name, kind = (
-                        f"async-vllm-replica-{self.service_id}-{number}",
-                        self._actor_class or ServiceEngine,
-                    )
+                    name = f"async-vllm-replica-{self.service_id}-{number}"
+                    kind = self._actor_class or ServiceEngine
                     gpus_here = len(settings.device_indices)
                     actor = Actor(kind, settings, cpus=1, gpus=gpus_here, name=name, namespace="hotbunk")
                     self.actors.append(RayReplica(actor, self._thread, name))
@@ -245,7 +245,8 @@ class AsyncVLLM(WeightUpdates):
         The service can be started again. A copy does not stop the engines, but can no longer use
         them.
         """
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is None:
             return
         self.close_weights_group()
@@ -257,7 +258,8 @@ class AsyncVLLM(WeightUpdates):
             if (error := future.exception()) is not None:
                 log.warning("an engine did not stop cleanly: %s", error)
         thread.close()
-        leave, self._leave_cluster = self._leave_cluster, bool
+        leave = self._leave_cluster
+        self._leave_cluster = bool
         leave()
 
     def generate(

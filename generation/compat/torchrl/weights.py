@@ -132,10 +132,8 @@ class WeightUpdates:
         """Return the sender of all updates, which listens for the engines."""
         self._require_launched(action, owner=True)
         if self._sender is None:
-            settings, nothing = (
-                self._carriers.SyncSettings(timeout=UPDATE_SECONDS),
-                self._carriers.StreamSource({}, ()),
-            )
+            settings = self._carriers.SyncSettings(timeout=UPDATE_SECONDS)
+            nothing = self._carriers.StreamSource({}, ())
             workers = len(self.actors) * gpus_per_replica(self.settings), self.get_master_address()
             self._sender = self._carriers.CollectiveSender(
                 nothing, self._sending_device(), settings, *workers
@@ -184,7 +182,8 @@ class WeightUpdates:
             if not (begun := [*islice(stream, 1)]):
                 log.warning("No weights provided for update")
                 return None
-            manifest, stream = self._manifest(), chain(begun, stream)
+            manifest = self._manifest()
+            stream = chain(begun, stream)
             del begun  # otherwise the first weight would be held until the end
             weights = self._carriers.StreamSource(manifest, _untied(stream, manifest))
         version = self.weight_version + 1 if version is None else version

@@ -39,7 +39,8 @@ class FactoryProcessorV2(LogitsProcessor):
         """
         if not any(self._chains.get(int(slot)) for slot in ctx.idx_mapping_np):
             return logits
-        slots, ends = ctx.expanded_idx_mapping.tolist(), (ctx.pos + 1).tolist()
+        slots = ctx.expanded_idx_mapping.tolist()
+        ends = (ctx.pos + 1).tolist()
         for row, (slot, end) in enumerate(zip(slots, ends, strict=True)):
             if chain := self._chains.get(slot):
                 start = int(self._states.prompt_len.np[slot])

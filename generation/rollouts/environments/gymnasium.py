@@ -54,7 +54,8 @@ class Gym:
 
     def turn_reward(self) -> float:
         """Return the sum of rewards since the last call."""
-        earned, self._earned = self._earned, 0.0
+        earned = self._earned
+        self._earned = 0.0
         return earned
 
     def close(self) -> None:
@@ -70,7 +71,8 @@ class Gym:
         """Return an action of the space. Raises ValueError naming the actions where `answer` is not
         one of them.
         """
-        action, space = answer, self._env.action_space
+        action = answer
+        space = self._env.action_space
         if isinstance(answer, str) and answer.strip() in self._names:
             action = self._names.index(answer.strip())
             action += int(getattr(space, "start", 0))

@@ -59,7 +59,8 @@ class OpenEnv:
 
     def turn_reward(self) -> float:
         """Return the sum of rewards since the last call."""
-        earned, self._earned = self._earned, 0.0
+        earned = self._earned
+        self._earned = 0.0
         return earned
 
     async def close(self) -> None:
