@@ -240,10 +240,9 @@ def agree(error: BaseException | None, phase: str, among: Ranks = CREW) -> None:
     words = "" if error is None else f"{type(error).__name__}{where}: {error}"
     short = words[:_MESSAGE_LIMIT].encode(errors="replace").decode()
     number = rank(EVERYBODY)
+    failure = [f"rank {number}: {short}"] if words else []
     try:
-        failures = allreduce_objects(
-            [f"rank {number}: {short}"] * bool(words), operator.add, among=among
-        )
+        failures = allreduce_objects(failure, operator.add, among=among)
     except RuntimeError as broken:
         before = f"; its own error was {words}" if words else ""
         culprit = dead_ranks() or "another rank"

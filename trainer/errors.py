@@ -24,6 +24,11 @@ class UserError(Exception):
         return "\n".join(self.args)
 
 
+def counted(count: int, noun: str) -> str:
+    """Format a count with its noun, such as 1,024 rows."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def quoted(value: object) -> str:
     """Return the repr of a value for use in a sentence, without its middle if it is longer than 80
     characters.

@@ -247,10 +247,10 @@ def _reasons(messages: list[dict[str, Any]], failures: dict[int, ProcessFailure]
         kind = message["kind"]
         text = message["text"].removeprefix(f"rank {message['rank']} ")
         ranks.setdefault(text if kind in _SENTENCES else f"{kind}: {text}", []).append(rank)
-    lines = [
-        f"  rank{'s' * (len(numbers) > 1)} {_list(sorted(numbers))}: {text}"
-        for text, numbers in ranks.items()
-    ]
+    lines = []
+    for text, numbers in ranks.items():
+        noun = "rank" if len(numbers) == 1 else "ranks"
+        lines.append(f"  {noun} {_list(sorted(numbers))}: {text}")
     more = len(lines) - _MOST_REASONS
     return lines if more <= 0 else [*lines[:_MOST_REASONS], f"  and {more} more reasons, above"]
 

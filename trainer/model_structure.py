@@ -110,7 +110,7 @@ class ModelFlops:
             self.trunk_learned * tokens + self.head_learned * targets + self.vision_learned * patches
         )
         # A frozen encoder needs no gradients
-        vision = 2.0 * self.vision * patches * bool(self.vision_learned)
+        vision = 2.0 * self.vision * patches if self.vision_learned else 0.0
         return (
             learned
             + 2.0 * (self.trunk * tokens + self.head * targets)

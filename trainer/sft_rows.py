@@ -358,7 +358,8 @@ def _encode_with_images(
     begin = 0
     rest = images
     for number, (text, _) in enumerate(pieces):
-        first = rest[: (count := text.count(processor.image_token))]
+        count = text.count(processor.image_token)
+        first = rest[:count]
         rest = rest[count:]
         ids, places = processor.expand(text, first, special=number == 0 and not templated)
         spans += [(begin + start, length) for start, length in places]

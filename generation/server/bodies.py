@@ -151,7 +151,9 @@ def _locate(error: Mapping[str, Any], body: Any) -> tuple[list[str], tuple[Any, 
             value = value[part]
         elif error["type"] != "missing" or part != path[-1]:
             types.append(part)
-    return where + [str(path[-1])] * (error["type"] == "missing"), tuple(types)
+    if error["type"] == "missing":
+        where = [*where, str(path[-1])]
+    return where, tuple(types)
 
 
 def fill_sampling(request: Any, trained: SamplingSettings) -> None:

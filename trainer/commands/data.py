@@ -15,8 +15,8 @@ from trainer.commands.data_survey import Example, Survey, survey
 from trainer.config.checks import check_config
 from trainer.config.recipe import load_config
 from trainer.data import load_tokenizer
-from trainer.data.summary import TokenLengths, counted, duplicates_line, named_rows, shared_line
-from trainer.errors import UserError
+from trainer.data.summary import TokenLengths, duplicates_line, named_rows, shared_line
+from trainer.errors import UserError, counted
 from trainer.run.screen import make_console
 
 _BAR = 24  # columns of the longest bar of the histogram

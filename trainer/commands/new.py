@@ -94,7 +94,9 @@ def main(arguments: argparse.Namespace) -> int:
     files exists.
     """
     folder: Path = arguments.folder
-    names = ["recipe.yaml", "reward.py", "data.jsonl", *["model"] * (arguments.model is None)]
+    names = ["recipe.yaml", "reward.py", "data.jsonl"]
+    if arguments.model is None:
+        names.append("model")
     if there := next((folder / name for name in names if (folder / name).exists()), None):
         raise UserError(f"{there} exists already: name another folder")
     try:

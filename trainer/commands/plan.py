@@ -167,9 +167,9 @@ def batch_lines(config: TrainConfig, ranks: int) -> Iterator[tuple[str, str]]:
         if rollout.tools or rollout.mcp or rollout.code:
             begun = math.ceil(flying / max(engines, 1))
             trained = math.ceil(answers / max(training, 1))
-            asking = min(begun, config.engine.max_num_seqs + algorithm.group_size) * (
-                rollout.client is not None
-            )
+            asking = 0  # requests with images on their way to the engine's server
+            if rollout.client is not None:
+                asking = min(begun, config.engine.max_num_seqs + algorithm.group_size)
             added = f"at most {begun * episode:.2f} GiB of an engine's episodes, "
             added += f"{3 * asking * episode:.2f} of requests to its server, in base64, "
             yield (

@@ -474,7 +474,8 @@ def _check_memory(config: TrainConfig) -> Iterator[str]:
     answers = prompts * config.algorithm.group_size
     if answers > _MOST_ANSWERS:
         names = "batch.prompts_per_step * algorithm.group_size * algorithm.oversampling"
-        names += ", with rollout.ahead," * bool(config.rollout.ahead)
+        if config.rollout.ahead:
+            names += ", with rollout.ahead,"
         yield (
             f"{names} = {answers:g} answers in a step, but at most {_MOST_ANSWERS} are possible: lower "
             "one of them"

@@ -9,7 +9,7 @@ import numpy as np
 
 from generation.images import StoredImage
 from trainer.data.prompts import Prompt
-from trainer.errors import shortened
+from trainer.errors import counted, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,11 +96,6 @@ def shared_line(name: str, rows: Sequence[int]) -> str:
         f"eval.datasets.{name} has {counted(len(rows), 'prompt')} of the training data: "
         f"{named_rows(rows)}"
     )
-
-
-def counted(count: int, noun: str) -> str:
-    """Format a count with its noun, such as 1,024 rows."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def named_rows(rows: Sequence[int]) -> str:

@@ -294,7 +294,8 @@ def kv_answer_bytes(config: TrainConfig, model: ModelSizes, tokens: float) -> fl
         **dict.fromkeys(_RECURRENT, 0),
     }
     size = kv_token_bytes(config, model) / model.layers * sum(held.get(kind, tokens) for kind in kinds)
-    if states := kinds.count("linear_attention") * bool(sizes.get("linear_key_head_dim")):
+    states = kinds.count("linear_attention")
+    if states and sizes.get("linear_key_head_dim"):
         keys = sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"]
         values = sizes["linear_num_value_heads"] * sizes["linear_value_head_dim"]
         width = engine_dtype(config).itemsize

@@ -137,9 +137,15 @@ def token_ages(trajectory: Trajectory, version: int | None) -> list[int]:
 
 def _row(trajectory: Trajectory) -> tuple[Any, ...]:
     mask = trajectory.loss_mask
-    flags = _FAILED * bool(trajectory.error) + _CUT * (trajectory.finish_reason == "length")
-    flags += _FIRST * bool(not trajectory.prompt_ids and mask and mask[0])
-    flags += _MISJUDGED * bool(trajectory.reward_error)
+    flags = 0
+    if trajectory.error:
+        flags += _FAILED
+    if trajectory.finish_reason == "length":
+        flags += _CUT
+    if not trajectory.prompt_ids and mask and mask[0]:
+        flags += _FIRST
+    if trajectory.reward_error:
+        flags += _MISJUDGED
     if trajectory.abstained:
         flags += _ABSTAINED
     length = len(trajectory.prompt_ids) + len(mask)

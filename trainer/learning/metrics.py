@@ -243,9 +243,12 @@ def stale_metrics(old: list[tuple[Tensor, Tensor, Tensor]]) -> Metrics:
     ):
         for number in (0, age):  # 0: of any age
             sums[number] = [sums[number][0] + distance, sums[number][1] + tokens]
-    return {
-        f"stale/log_ratio{f'_{age}' * (age > 0)}": sums[age][0] / sums[age][1] for age in sorted(sums)
-    }
+    metrics = {}
+    for age in sorted(sums):
+        distance, tokens = sums[age]
+        suffix = f"_{age}" if age > 0 else ""
+        metrics[f"stale/log_ratio{suffix}"] = distance / tokens
+    return metrics
 
 
 def update_metrics(updates: list[UpdateStats]) -> Metrics:

@@ -15,7 +15,7 @@ computed in blocks of queries.
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, cast
@@ -140,23 +140,38 @@ def attention(
     if has_kernel and (s_aux is None or in_use(Shortcut.SINKS)):
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         if s_aux is not None:
-            return _KernelWithSinks.apply(q, k, v, s_aux, (starts, longest, scaling, window)).unsqueeze(
-                0
-            ), None
-        out = varlen_attn(q, k, v, *starts, *longest, scale=scaling, window_size=window, **_OPTIONS)
+            out = _KernelWithSinks.apply(q, k, v, s_aux, (starts, longest, scaling, window))
+        else:
+            out = varlen_attn(q, k, v, *starts, *longest, scale=scaling, window_size=window, **_OPTIONS)
         return cast(Tensor, out).unsqueeze(0), None
+    return _by_lengths(q, k, v, sequence_lengths, paths, causal).unsqueeze(0), None
+
+
+def _by_lengths(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    paths: Sequence[int],
+    causal: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Return the attention [N, heads, D] of sequences laid end to end, with `lengths` queries and
+    `paths` keys each. Neighbours with the same lengths are computed together by `causal`.
+    """
     parts = []
-    first = 0
-    first_key = 0
-    for (length, path), run in groupby(zip(sequence_lengths, paths, strict=True)):
+    query_end = 0
+    key_end = 0
+    for (length, path), run in groupby(zip(lengths, paths, strict=True)):
         count = len(list(run))
-        queries = (
-            q[first : (first := first + count * length)].unflatten(0, (count, length)).transpose(1, 2)
-        )
-        stretch = slice(first_key, first_key := first_key + count * path)
-        keys, values = (x[stretch].unflatten(0, (count, path)).transpose(1, 2) for x in (k, v))
+        query_begin = query_end
+        query_end += count * length
+        key_begin = key_end
+        key_end += count * path
+        queries = q[query_begin:query_end].unflatten(0, (count, length)).transpose(1, 2)
+        keys = k[key_begin:key_end].unflatten(0, (count, path)).transpose(1, 2)
+        values = v[key_begin:key_end].unflatten(0, (count, path)).transpose(1, 2)
         parts.append(causal(queries, keys, values).transpose(1, 2).flatten(0, 1))
-    return torch.cat(parts).unsqueeze(0), None
+    return torch.cat(parts)
 
 
 class Paths(torch.autograd.Function):
@@ -178,7 +193,9 @@ class Paths(torch.autograd.Function):
         total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
         first = 0
         for begin, end in (item for path in ctx.ranges for item in path):
-            total[begin:end] += grad[first : (first := first + end - begin)]
+            last = first + end - begin
+            total[begin:end] += grad[first:last]
+            first = last
         return total.to(grad.dtype), None
 
 

@@ -21,6 +21,7 @@ from trainer.config.answer_age import prompts_ahead
 from trainer.config.schema import TrainConfig
 from trainer.data import Prompt
 from trainer.distributed import say
+from trainer.errors import counted
 from trainer.learning.answers import gather_answers
 from trainer.rollouts.pool import Pool, Terms
 from trainer.rollouts.round import Round, read_groups, sampled_round
@@ -206,7 +207,7 @@ class CarriedPool:
         "" for none.
         """
         count = 0 if self._episodes is None else self._episodes.elsewhere
-        return f"{count} episode{'s' * (count > 1)} in tools or reward functions" if count else ""
+        return f"{counted(count, 'episode')} in tools or reward functions" if count else ""
 
     def groups(self) -> list[CarriedGroup]:
         """Return this engine's groups, including groups of a checkpoint that have not resumed; call

@@ -202,7 +202,9 @@ class StepProfiler:
         """
         self._steps = steps if enabled else None
         self._folder = folder
-        self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        self._activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            self._activities.append(ProfilerActivity.CUDA)
         self._profile: profile | None = None
 
     @contextmanager

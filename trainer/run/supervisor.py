@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from generation import guardian
+from trainer.errors import counted
 
 OUTCOME = "HOTBUNK_OUTCOME"
 """Environment variable with the path of a file in memory, to which a launcher writes its `Outcome`
@@ -91,7 +92,7 @@ def supervise(launcher: list[str], restarts: int, pause: Callable[[int], float] 
         step = outcome.step
         where = f"step {step}" if step else "an unknown step"
         wait = pause(failures)
-        after = f"{left - 1} restart{'s' * (left != 2)} left after that"
+        after = f"{counted(left - 1, 'restart')} left after that"
         stays = _why_not(code, outcome, failures, where, left)
         line = stays or f"failed in {where}, exit code {code}: starting again in {wait:.0f} s, {after}"
         print(f"[hotbunk] {line}", file=sys.stderr, flush=True)
