@@ -190,6 +190,7 @@ class Paths(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the sums over all paths of each row's gradients."""
         total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
         first = 0
         for begin, end in (item for path in ctx.ranges for item in path):
