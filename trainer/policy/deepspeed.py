@@ -289,14 +289,18 @@ class DeepSpeedPolicy(Offloadable, Policy):
             # ranks already.
             self.engine.backward(loss * world_size(), scale_wrt_gas=False)
             metrics.add(batch, loss, sums)
-        rate = self.updates.learning_rate(place)
-        totals = metrics.over_ranks()
+        return self._step(self.updates.learning_rate(place), metrics.over_ranks())
+
+    def _step(self, rate: float, sums: dict[str, float]) -> UpdateStats:
+        """Apply the update, or skip it if DeepSpeed finds a gradient that is not finite, on all
+        ranks alike.
+        """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
-        self.engine.step()  # or skips it, on all ranks alike, if a gradient is not finite
+        self.engine.step()
         skipped = bool(self.engine.optimizer.overflow)
         norm = float("nan") if skipped else float(self.engine.get_global_grad_norm())
-        return self.updates.count(skipped, norm, rate, totals)
+        return self.updates.count(skipped, norm, rate, sums)
 
     def state_dict(self) -> dict[str, Any]:
         """Return masters and moments of trained parameters, as rows in float32, like those of
