@@ -11,6 +11,7 @@ import os
 import re
 import socket
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -252,11 +253,16 @@ def out_of_reach() -> str:
     """
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         return ""
-    url = urlsplit(
-        getproxies().get("https") or os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    )
+    proxies = getproxies()
+    for kind in ("https", "http", "all"):  # httpx prepares for each of them, whichever it will use
+        if proxies.get(kind, "").startswith("socks") and find_spec("socksio") is None:
+            return f"{kind.upper()}_PROXY is a SOCKS proxy, which needs pip install 'httpx[socks]'"
+    proxy = proxies.get("https") or proxies.get("all")
+    url = urlsplit(proxy or os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     try:
-        port = url.port or (80 if url.scheme == "http" else 443)
+        port = url.port or (
+            80 if url.scheme == "http" else 1080 if url.scheme.startswith("socks") else 443
+        )
         socket.create_connection((url.hostname or "", port), timeout=_CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:
         return f"{url.hostname} cannot be reached: {error}"

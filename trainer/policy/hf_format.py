@@ -90,7 +90,8 @@ def resolve_folder(path: str) -> Path:
         # Mistral's repositories have the weights a second time, in a layout of their own.
         wanted = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors", "*.py"]
         return Path(snapshot_download(path, allow_patterns=wanted, ignore_patterns=["consolidated*"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ImportError) as error:
+        # SOCKS: httpx
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"model.path {path} is neither a folder nor a model to download: {reason}"

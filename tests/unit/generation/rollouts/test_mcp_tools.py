@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,15 @@ def test_an_mcp_server_that_does_not_list_its_tools_is_named_with_its_error() ->
         list_tools([McpServer("shelf", [*COMMAND, "--broken"], env=SEARCH)])
     with pytest.raises(ValueError, match="server 'shelf' does not list its tools: FileNotFoundError"):
         list_tools([McpServer("shelf", ["/no/such/program"])])
+
+
+@pytest.mark.skipif(find_spec("socksio") is not None, reason="httpx can use SOCKS proxies here")
+def test_a_socks_proxy_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:1")
+    with pytest.raises(
+        ValueError, match=r"server 'far' does not list .*SOCKS proxy.*`pip install httpx\[socks\]`"
+    ):
+        list_tools([McpServer("far", url="http://example.org/mcp")])
 
 
 def test_the_example_server_is_one(tmp_path: Path) -> None:

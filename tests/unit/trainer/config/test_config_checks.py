@@ -12,11 +12,12 @@ import pytest
 
 from trainer.config.checks import check_config, models_of
 from trainer.config.machine import resolve_device
-from trainer.config.model_file import is_multimodal, model_config
+from trainer.config.model_file import is_multimodal, model_config, out_of_reach
 from trainer.config.prefix_sharing import with_chosen_prefixes
 from trainer.config.schema import TrainConfig
 from trainer.data import load_rows
 from trainer.errors import UserError
+from trainer.policy.hf_format import resolve_folder
 
 MODEL = {"max_position_embeddings": 2048, "num_attention_heads": 6}
 
@@ -684,6 +685,40 @@ def test_a_model_name_that_is_not_a_folder_is_refused_without_a_network(
     assert model_config("mine/modle") == {"hidden_size": 8} and not is_multimodal("mine/modle")
     cached.write_text('{"vision_config": {"depth": 1}}')
     assert is_multimodal("mine/modle")
+
+
+@pytest.mark.parametrize("variable", ["ALL_PROXY", "https_proxy", "HTTP_PROXY"])
+def test_a_socks_proxy_that_httpx_cannot_use_is_named_before_the_hub_is_asked(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    for name in ("ALL_PROXY", "HTTPS_PROXY", "HTTP_PROXY", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.setenv(variable, "socks5h://127.0.0.1:1")
+    monkeypatch.setattr("trainer.config.model_file.find_spec", lambda _: None)
+    remedy = rf"\({variable.upper()} is a SOCKS proxy, which needs pip install 'httpx\[socks\]'\)"
+    for read, name in (
+        (model_config, "mine/modle"),
+        (lambda path: load_rows(path, None, "train"), "mine/dta"),
+    ):
+        with pytest.raises(
+            UserError, match=f"{name} is not a .*folder, and cannot be fetched .*{remedy}$"
+        ):
+            read(name)
+    if importlib.util.find_spec("socksio") is None:
+        # a model whose config.json is in the cache comes this far
+        with pytest.raises(
+            UserError, match=r"^model\.path mine/modle is neither .*pip install httpx\[socks\]"
+        ):
+            resolve_folder("mine/modle")
+
+
+def test_a_proxy_for_everything_is_asked_for_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    proxies = {"all": "socks5://127.0.0.1:1"}
+    monkeypatch.setattr("trainer.config.model_file.getproxies", lambda: proxies)
+    monkeypatch.setattr("trainer.config.model_file.find_spec", lambda _: "installed")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert out_of_reach().startswith("127.0.0.1 cannot be reached")
 
 
 def test_mcp_servers_have_a_command_or_an_address_and_a_rollout_that_calls_tools(config: dict) -> None:
