@@ -54,6 +54,18 @@ def test_divisors_are_those_of_the_library() -> None:
     assert [*task.gcd(47, 14, True)] == ["47 = 3 * 14 + 5", "5"]
 
 
+def test_the_page_says_how_large_the_model_is() -> None:
+    hidden, inner, heads = task.SIZE["hidden_size"], task.SIZE["intermediate_size"], task.SIZE["heads"]
+    wide, narrow = hidden * hidden, hidden * hidden // heads * task.SIZE["kv_heads"]
+    layer = 2 * wide + 2 * narrow + 2 * hidden // heads + 3 * hidden * inner + 2 * hidden
+    parameters = task.VOCABULARY * hidden + task.SIZE["layers"] * layer + hidden
+    assert f"The model has {parameters:,} parameters" in (ROOT / "docs/results.md").read_text()
+    assert (
+        f"a base model of {parameters / 1e6:.1f}M parameters"
+        in (ROOT / "scripts/results/run.sh").read_text()
+    )
+
+
 def test_a_solution_ends_with_its_answer() -> None:
     entry = {"metadata": {"source_dataset": "gcd", "numbers": [8, 12]}}
     assert (

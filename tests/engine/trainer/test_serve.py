@@ -1,6 +1,7 @@
 """`hotbunk serve` answers the official client as plain Transformers would, and Ctrl-C leaves no process."""
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -22,7 +23,9 @@ from tests.support.pictures import images
 from trainer.cli import main
 
 
-def test_a_served_model_answers_as_transformers_does(tiny_qwen2: Path) -> None:
+def test_a_served_model_answers_as_transformers_does(
+    tiny_qwen2: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer, model = (
         AutoTokenizer.from_pretrained(tiny_qwen2),
         AutoModelForCausalLM.from_pretrained(tiny_qwen2),
@@ -72,6 +75,12 @@ def test_a_served_model_answers_as_transformers_does(tiny_qwen2: Path) -> None:
         api.chat.completions.create(
             model="mine", messages=messages, extra_headers={"x-hotbunk-trajectory": "a"}
         )
+    page = (ROOT / "docs" / "server.md").read_text()
+    (example,) = re.findall(r"```python\n(from openai .*?)```", page, re.DOTALL)
+    exec(example.replace("http://127.0.0.1:8000/v1", line.split()[-1]).replace('"none"', '"secret"'), {})
+    asked = [{"role": "user", "content": "12+30="}]
+    text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert capsys.readouterr().out.endswith(f" {tokenizer(text)['input_ids']}\n")
     family = writers(process.stdout)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=120) == 128 + signal.SIGINT

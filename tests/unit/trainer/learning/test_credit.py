@@ -275,6 +275,21 @@ def test_leave_one_out_of_an_episode_in_parts_is_skyrls_step_wise_training() -> 
     ]
 
 
+def test_a_proposer_and_a_solver_are_each_compared_with_their_like() -> None:
+    """Return a game of zero sum by `credit: turns` and `gamma: 0`, as docs/algorithms.md describes it."""
+    wins = [1.0, 0.0, 0.0, 0.25]  # of the solver; the proposer gets the rest
+    step = []
+    for number, won in enumerate(wins):
+        proposer, solver = one_turn(number, 2, reward=0.0), one_turn(number, 3, reward=1.0)
+        proposer.turn_rewards, solver.turn_rewards = [1 - won], [won]
+        step += [proposer, solver]
+    algorithm = {"credit": "turns", "gamma": 0.0, "normalize_std": False}
+    advantages = first_advantages(step, make_config(algorithm=algorithm))
+    mean = sum(wins) / len(wins)
+    assert advantages[1::2] == pytest.approx([won - mean for won in wins])
+    assert advantages[0::2] == pytest.approx([mean - won for won in wins])
+
+
 def test_a_groups_signal_depends_on_its_episodes() -> None:
     first, second, other = (one_turn(s, 2, reward=r) for s, r in ((0, 0.0), (0, 1.0), (1, 1.0)))
     (group,) = make_groups(as_answers([first, second, other]))
