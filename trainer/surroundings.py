@@ -69,10 +69,11 @@ def _private_home() -> str:
 
 
 def _forget_rank() -> str:
-    """Forget the variables of a rank unless torchrun has set them; WORLD_SIZE alone may be the
+    """Forget the variables of a rank unless torchrun has set them; sizes without a rank may be the
     user's.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ or not any(name in os.environ for name in _OF_A_RANK):
+    left = {name for name in _OF_A_RANK if name in os.environ}
+    if "TORCHELASTIC_RUN_ID" in os.environ or left <= {"LOCAL_WORLD_SIZE"}:
         return ""
     rank = os.environ.get("RANK", "0")
     ranks = os.environ.pop("WORLD_SIZE", "1")

@@ -33,8 +33,8 @@ def launch(argv: Sequence[str]) -> None:
     arguments.
 
     A mistake in the recipe ends the process with the exit code of the check. The function returns
-    only for options that are answered without ranks, with the number of ranks there would be in
-    WORLD_SIZE. Raises UserError if one of the environment variables is wrong.
+    only for options that are answered without ranks, with the numbers of ranks there would be in
+    WORLD_SIZE and LOCAL_WORLD_SIZE. Raises UserError if one of the environment variables is wrong.
     """
     if forgotten := put_in_order():
         print(f"[hotbunk] {forgotten}", file=sys.stderr)
@@ -50,11 +50,11 @@ def launch(argv: Sequence[str]) -> None:
     os.environ["PYTHONSAFEPATH"] = "1"
     _set_default("OMP_NUM_THREADS", max(1, len(os.sched_getaffinity(0)) // ranks))
     if _WITHOUT_RANKS.intersection(argv):
-        os.environ["WORLD_SIZE"] = str(nodes * ranks)
+        os.environ |= {"WORLD_SIZE": str(nodes * ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         return
     require_loopback()
     rendezvous = _rendezvous(nodes) if nodes > 1 else []
-    _check(argv, nodes * ranks)
+    _check(argv, nodes * ranks, ranks)
     # Ranks that have not ended this long after SIGTERM are killed. They end themselves some seconds
     # after checkpoint.grace_s, so torchrun must only not be faster. It is a variable because older
     # torchruns lack the flag.
@@ -83,7 +83,7 @@ def _require_own_packages() -> None:
                 )
 
 
-def _check(argv: Sequence[str], world_size: int) -> None:
+def _check(argv: Sequence[str], ranks: int, neighbours: int) -> None:
     """Check the recipe in another process, so that a mistake is reported once; leaves with its exit
     code if it fails.
 
@@ -103,7 +103,7 @@ def _check(argv: Sequence[str], world_size: int) -> None:
         guardian.die_with(here)
 
     command = [sys.executable, "-m", "trainer", *argv, "--check"]
-    environment = os.environ | {"WORLD_SIZE": str(world_size)}
+    environment = os.environ | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(neighbours)}
     with subprocess.Popen(command, env=environment, preexec_fn=begin) as check:
         try:
             code = check.wait()

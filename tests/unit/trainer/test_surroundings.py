@@ -48,7 +48,9 @@ def test_variables_of_a_rank_count_only_where_torchrun_has_set_them() -> None:
     )
     started = put_in_order(**rank, TORCHELASTIC_RUN_ID="none")
     assert rank.items() <= started.items() and started["line"] == ""
-    assert put_in_order(WORLD_SIZE="8")["WORLD_SIZE"] == "8"  # `hotbunk plan` documents it
+    sizes = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}  # which `hotbunk plan` documents
+    assert sizes.items() <= put_in_order(**sizes).items()
+    assert not sizes.keys() & put_in_order(**sizes, LOCAL_RANK="0").keys()
 
 
 def test_loopback_is_never_asked_of_a_proxy() -> None:

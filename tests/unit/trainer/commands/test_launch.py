@@ -51,9 +51,8 @@ def launched(tmp_path: Path) -> Callable[..., list[str]]:
     The check of the recipe, which comes first, passes unless CHECK_FAILS is set.
     """
     says = '[ "$PYTHONSAFEPATH" = 1 ] || exit 3; printf "%s\\n" "$@" "OMP=$OMP_NUM_THREADS" "WORLD=$WORLD_SIZE"'
-    write_stub(
-        tmp_path / "python", f'case "$*" in *--check) exit ${{CHECK_FAILS:-0}} ;; *) {says} ;; esac'
-    )
+    checks = 'printf "%s of %s\\n" "$LOCAL_WORLD_SIZE" "$WORLD_SIZE" >ranks; exit ${CHECK_FAILS:-0}'
+    write_stub(tmp_path / "python", f'case "$*" in *--check) {checks} ;; *) {says} ;; esac')
 
     def launch(*arguments: str, **environment: str) -> list[str]:
         done = hotbunk(tmp_path, *arguments, **environment)
@@ -92,6 +91,7 @@ def test_the_command_starts_one_rank_a_visible_gpu(
 def test_the_command_joins_the_other_nodes(tmp_path: Path, launched: Callable[..., list[str]]) -> None:
     words = " ".join(launched("train", "r.yaml", **SEVERAL))
     assert "--nnodes 4 --node-rank 3 --master-addr first --master-port 29500 --nproc-per-node 8" in words
+    assert (tmp_path / "ranks").read_text() == "8 of 32\n"
     refused = hotbunk(tmp_path, "train", "r.yaml", NNODES="4", NODE_RANK="1")
     assert refused.returncode == 2
     assert "MASTER_ADDR" in refused.stderr
