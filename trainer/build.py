@@ -173,8 +173,8 @@ def build_models(
     updates = config.run.steps * updates_asked(config)
     values = algorithm.advantage_record.takes("values")
     head = values and config.critic.shared
-    exported = config.sync.way == "pull"  # engines read the weights where they are
-    with plain_segments() if exported else nullcontext():
+    with plain_segments() if way(config).reads_shards else nullcontext():
+        # engines map the weights where they are
         policy = make_policy(
             config.model, config.policy, device, updates, config.lora, value_head=head, in_place=in_place
         )

@@ -1,16 +1,19 @@
 """The sync way that `auto` stands for, and the obstacles to ways that are asked for by name."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.unit.trainer.config.test_config_checks import MODEL, problems
 from trainer.config.schema import TrainConfig
 from trainer.config.sync_ways import with_chosen_way
 
 PLAIN = {"engine": {"plain_cpu_weights": True}}
+ASKED = re.compile(r"\bway [!=]= |sync\.way (?:not )?in ")
 
 
 @pytest.fixture
@@ -24,6 +27,16 @@ def config(tmp_path: Path) -> dict[str, Any]:
         "data": {"path": str(tmp_path / "data.jsonl")},
         "reward": {"functions": [{"name": "exact_match"}]},
     }
+
+
+def test_only_the_file_of_ways_compares_ways() -> None:
+    files = [
+        file
+        for folder in ("trainer", "sharding", "generation")
+        for file in Path(ROOT, folder).rglob("*.py")
+    ]
+    asking = {str(file.relative_to(ROOT)) for file in files if ASKED.search(file.read_text("utf-8"))}
+    assert asking == {"trainer/config/ways.py"}
 
 
 def choice(config: dict, changes: dict, ranks: int = 1, neighbours: int | None = None) -> str:
