@@ -4,6 +4,7 @@ It has run on the GPU in software (tests/softgpu), and on no real one yet.
 """
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -33,6 +34,7 @@ from trainer.types import Sample
 pytestmark = pytest.mark.gpu
 
 ANSWERS = 8
+PAIR = re.compile(r": ([\d.]+) GiB.*planned.* ([\d.]+)$", re.MULTILINE)
 ESTIMATED = "CUDA and NCCL"  # what the plan works out from nothing
 # What exists once an engine sleeps and the trainer has a context
 STARTED = (ESTIMATED, "engine: CUDA, graphs, NCCL")
@@ -57,7 +59,7 @@ def most_used(peaks: list[int]) -> Iterator[None]:
 
 
 def compare_start(folder: str, way: str, keys: str) -> int:
-    """Return the exit code of a process that has a GPU to itself: 1 where a start takes over 5 % more than is planned."""
+    """Print what a start takes and what is planned, in a process that has a GPU to itself."""
     make_tiny_model(
         Path(folder), hidden_size=1024, intermediate_size=4096, heads=8, kv_heads=4, vocab_size=16384
     )
@@ -102,11 +104,11 @@ def compare_start(folder: str, way: str, keys: str) -> int:
     print(f"engine alone: {engine / GIB:.3f} GiB, planned with the trainer {generating / GIB:.3f}")
     print(f"start: {starting / GIB:.3f} GiB at most, planned {planned / GIB:.3f}")
     destroy_process_group()
-    return int(engine > 1.05 * generating or starting > 1.05 * planned)
+    return 0
 
 
 def compare(folder: str, way: str, policy: str) -> int:
-    """Return the exit code of a process that has a GPU to itself: 1 where the plan is more than 5 % off."""
+    """Print what an update and a shift take and what is planned, in a process that has a GPU to itself."""
     make_tiny_model(
         Path(folder), hidden_size=512, intermediate_size=2048, heads=8, kv_heads=4, vocab_size=8192
     )
@@ -151,7 +153,7 @@ def compare(folder: str, way: str, policy: str) -> int:
     )
     print(f"trainer: {peak / GIB:.3f} GiB at most in an update, planned {training / GIB:.3f}")
     destroy_process_group()
-    return int(abs(shift_bytes - planned) > 0.05 * planned or abs(peak - training) > 0.05 * training)
+    return 0
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,8 @@ def compare(folder: str, way: str, policy: str) -> int:
 def test_an_update_and_a_shift_need_the_memory_that_is_planned(
     tmp_path: Path, way: str, policy: Any
 ) -> None:
-    run("compare", tmp_path, way, policy)
+    for measured, planned in run("compare", tmp_path, way, policy):
+        assert measured == pytest.approx(planned, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -180,16 +183,22 @@ def test_an_update_and_a_shift_need_the_memory_that_is_planned(
 )
 def test_a_start_needs_the_memory_that_is_planned(tmp_path: Path, way: str, keys: Any) -> None:
     """Return the KV cache is as large as the trainer's state, so that both together would exceed the plan by far."""
-    run("compare_start", tmp_path, way, keys | {"engine": {"kv_cache_gib": 1.0}})
+    for measured, planned in run(
+        "compare_start", tmp_path, way, keys | {"engine": {"kv_cache_gib": 1.0}}
+    ):
+        assert measured <= 1.05 * planned
 
 
-def run(check: str, folder: Path, way: str, keys: Any) -> None:
-    """Run one of the comparisons above in a process of its own."""
+def run(check: str, folder: Path, way: str, keys: Any) -> list[tuple[float, float]]:
+    """Run one of the comparisons above in a process of its own; return its two pairs, measured and planned GiB."""
     module = "tests.gpu.test_planned_memory"
     command = [sys.executable, "-m", module, check, str(folder / "model"), way, json.dumps(keys)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
+    pairs = [(float(one), float(other)) for one, other in PAIR.findall(done.stdout)]
+    assert len(pairs) == 2
+    return pairs
 
 
 if __name__ == "__main__":

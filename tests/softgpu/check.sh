@@ -2,7 +2,7 @@
 # Runs the CUDA side on the GPU in software: torch against the CPU, tests/gpu, hotbunk doctor on two devices, and runs of two steps.
 # Makes .venv.softgpu first (environment.sh); runs of eight steps also need scripts/setup.sh's .venv. Takes an hour on two quiet cores.
 #
-#   check.sh [NAME ...]    only these: torch, late, gpu, doctor, or a run of the list below
+#   check.sh [NAME ...]    only these: torch, late, gpu (all of tests/gpu) or a file of it (segments_cuda), doctor, or a run of the list below
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export HOTBUNK_VENV=${SOFTGPU_VENV:-$PWD/.venv.softgpu}
@@ -26,12 +26,21 @@ check() {
     sed 's/^\[softgpu [0-9]*\] //' "$SOFTGPU_LOG" | sort | uniq -c
 }
 
+# Makes, on the CPU, the models that runs start from.
+starts() (
+    export SOFTGPU_OFF=1
+    [ -e runs/shapes_start/model ] || "$python" -m scripts.examples.make shapes
+    [ -e runs/arithmetic_start/model ] || { "$python" -m scripts.examples.make arithmetic &&
+        "$python" -m trainer sft scripts/recipes/arithmetic_sft.yaml --resume none; }
+)
+
 # Two steps of a recipe (arithmetic), with every sync verified in full and a gap (1e-4 nats) of float32's:
 # [recipe=NAME] [limit=NATS] run NAME RANKS [--section.key value ...]
 run() { check "$1" steps 2 "$1" "$2" --eval.every 0 --batch.prompts_per_step 4 "${@:3}"; }
 steps() {
     local count=$1 name=softgpu_$2 ranks=$3
     shift 3
+    starts || return
     "$python" -m trainer.launcher --nproc-per-node "$ranks" -m trainer train "scripts/recipes/${recipe:-arithmetic}.yaml" --run.name "$name" \
         --checkpoint.resume none --run.steps "$count" --run.step_deadline_s 900 --run.first_step_deadline_s 900 --sync.timeout_s 600 \
         --engine.start_timeout_s 900 "$@" || return
@@ -62,14 +71,12 @@ END
 
 check torch "$python" -m pytest -n 0 -q tests/softgpu
 check late env SOFTGPU_LATE=1 "$python" -m pytest -n 0 -q tests/softgpu
-check gpu "$python" -m pytest -n 0 -q tests/gpu
+for file in tests/gpu/test_*.py; do
+    name=${file#tests/gpu/test_} name=${name%.py}
+    [[ $wanted == *" gpu "* ]] && wanted+="$name "
+    check "$name" "$python" -m pytest -n 0 -q -s "$file"
+done
 check doctor "$python" -m trainer doctor --output "$work/doctor"
-( # on the CPU
-    export SOFTGPU_OFF=1
-    [ -e runs/shapes_start/model ] || "$python" -m scripts.examples.make shapes
-    [ -e runs/arithmetic_start/model ] || { "$python" -m scripts.examples.make arithmetic &&
-        "$python" -m trainer sft scripts/recipes/arithmetic_sft.yaml --resume none; }
-) || exit
 run staged 1 --sync.way staged
 run pull 1 --sync.way pull
 run zero_copy 1 --sync.way zero_copy

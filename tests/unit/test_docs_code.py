@@ -58,7 +58,8 @@ def test_recipes_are_valid(reason: str, code: str) -> None:
     """Recipes on the pages are valid, with a model and data added where they have none."""
     recipe = yaml.safe_load(code)
     base: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}}
-    TrainConfig.model_validate(base | recipe | {"data": base["data"] | recipe.get("data", {})})
+    config = TrainConfig.model_validate(base | recipe | {"data": base["data"] | recipe.get("data", {})})
+    assert config.model_fields_set == {*base, *recipe}
 
 
 @pytest.mark.parametrize(("reason", "code"), blocks("python"))

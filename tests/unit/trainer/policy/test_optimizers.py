@@ -361,8 +361,10 @@ def test_a_class_that_refuses_to_have_no_parameters_is_named() -> None:
         f"{__name__}:Normed",
     ],
 )
-def test_other_optimizers_are_not_refused(name: str) -> None:
+def test_other_optimizers_are_not_refused_and_a_trial_draws_no_random_numbers(name: str) -> None:
+    before = torch.get_rng_state()
     try_optimizer(PolicyConfig(optimizer=name), 1 if "Normed" in name else 2)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,11 @@ def test_a_checkpoint_whose_tensors_are_several_weights_each_is_refused(tiny_vlm
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_ranks_may_share_a_sequence_with_images(tiny_vlm: TinyModel, kind: str) -> None:
-    require_sharing(make_module(tiny_vlm(architecture=kind)).model)
+    model = make_module(tiny_vlm(architecture=kind)).model
+    require_sharing(model)
+    model.config._attn_implementation = "eager"
+    with pytest.raises(UserError, match="computes its attention in its own way"):
+        require_sharing(model)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
