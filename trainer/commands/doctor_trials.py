@@ -7,6 +7,7 @@ runs on every rank. Rank 0 writes one finding per line.
 """
 
 import asyncio
+import copy
 import json
 import random
 import sys
@@ -19,7 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.exact_ids import Generation
@@ -206,6 +211,33 @@ def one_engine(trial: Trial, report: ReportFn) -> None:
     report("engine", f"started in {trial.start_seconds:.0f} s", "a start", True, "")
     report_sleep(trial, report)
     report_shifts(trial, report_syncs(trial, report), report)
+    if trial.device.type == "cuda":
+        report_collectives(trial.device, report)
+
+
+def report_collectives(device: torch.device, report: ReportFn) -> None:
+    """Report the collectives of FSDP2, by NCCL on CUDA, and its gradients.
+
+    On one rank FSDP2 itself calls only the one between replicas, so the others are called here.
+    """
+    layer, inputs = nn.Linear(64, 64, device=device), torch.randn(8, 64, device=device)
+    whole = copy.deepcopy(layer)
+    fully_shard(
+        layer,
+        mesh=init_device_mesh(device.type, (world_size(), 1), mesh_dim_names=("replicas", "shards")),
+    )
+    for module in (layer, whole):
+        module(inputs).square().sum().backward()
+    assert isinstance(layer.weight.grad, DTensor) and whole.weight.grad is not None
+    gathered, scattered = torch.zeros_like(inputs), torch.zeros_like(inputs)
+    dist.all_gather_into_tensor(gathered, inputs)
+    dist.reduce_scatter_tensor(scattered, inputs)
+    pairs = [(gathered, inputs), (scattered, inputs), (layer.weight.grad.to_local(), whole.weight.grad)]
+    largest = max(((one - other).abs().max() / other.abs().max()).item() for one, other in pairs)
+    remedy = "NCCL_DEBUG=INFO says what NCCL does on this device: report this with doctor.json"
+    report(
+        "collectives of FSDP2", f"relative error {largest:.1e}", "at most 1e-5", largest <= 1e-5, remedy
+    )
 
 
 def report_shifts(trial: Trial, batch: MicroBatch, report: ReportFn) -> None:
