@@ -286,6 +286,7 @@ def main(arguments: argparse.Namespace) -> int:
     folder = arguments.output or Path(tempfile.mkdtemp(prefix="try-gpu-"))
     folder.mkdir(parents=True, exist_ok=True)
     environ = dict(os.environ)
+    environ.pop("PYTHONSAFEPATH", None)  # the scripts of a folder import each other
     if arguments.cpu:
         environ |= {"CUDA_VISIBLE_DEVICES": ""}
     probe = subprocess.run(

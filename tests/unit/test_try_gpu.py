@@ -34,22 +34,25 @@ def test_each_check_ends_by_its_deadline_and_leaves_a_line_and_a_log(
         check("prints", "-c", "print('one'); print('two')"),
         check("reads", "-c", left),
         check("fails", "-c", "import sys; sys.exit('broken')"),
+        check("imports", "-c", "import sys; print(sys.flags.safe_path)"),
         check("unfit", "-c", "", needs=("gpu",)),
         check("hangs", "-c", f"{child}; print('began', flush=True); time.sleep(600)", seconds=20),
         check("late", "-c", "", seconds=10_000),
     )
     monkeypatch.setattr(try_gpu, "CHECKS", checks)
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
     monkeypatch.setattr(try_gpu, "LEAST_SECONDS", 60)
     monkeypatch.setattr(try_gpu, "PROBE", f"print({json.dumps(json.dumps(FACTS | {'gpu': False}))})")
     arguments = argparse.Namespace(names=[], minutes=60, cpu=True, output=tmp_path)
     assert try_gpu.main(arguments) == 1
     rows = outcomes(tmp_path)
-    assert list(rows) == ["prints", "reads", "fails", "unfit", "hangs", "late"]
+    assert list(rows) == ["prints", "reads", "fails", "imports", "unfit", "hangs", "late"]
     assert (rows["prints"]["outcome"], rows["prints"]["results"]) == ("ok", ["two"])
     assert (
         rows["reads"]["results"] == ["['two']"] and (tmp_path / "prints.log").read_text() == "one\ntwo\n"
     )
     assert (rows["fails"]["outcome"], rows["fails"]["results"]) == ("failed", ["broken"])
+    assert rows["imports"]["results"] == ["False"]  # else scripts/bench could not import its neighbours
     assert rows["unfit"]["results"] == ["there is no GPU, or --cpu leaves it alone"]
     assert (rows["hangs"]["outcome"], rows["hangs"]["results"]) == ("deadline", ["began"])
     assert rows["late"]["outcome"] == "skipped" and "--minutes" in rows["late"]["results"][0]
