@@ -74,7 +74,8 @@ import torch
 from trainer.algorithms import advantages
 
 rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]])  # one prompt, a group of four
-assert torch.allclose(advantages.group_relative(rewards), torch.tensor([[1.0, -1.0, -1.0, 1.0]]), atol=1e-3)
+expected = torch.tensor([[1.0, -1.0, -1.0, 1.0]])
+assert torch.allclose(advantages.group_relative(rewards), expected, atol=1e-3)
 """,
 }
 
