@@ -9,6 +9,7 @@ training on tokens that were never sampled.
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -142,6 +143,19 @@ def sampled_logprobs(completion: Any) -> list[float]:
         # flat, sampled tokens only
         return list(logprobs.logprobs)
     return [position[token].logprob for position, token in zip(logprobs, token_ids, strict=True)]
+
+
+def first_not_finite(output: "RequestOutput") -> float | None:
+    """Return the first log-probability of a sampled token that is NaN or infinite; None if all are
+    finite.
+    """
+    complete = (
+        c for c in output.outputs if c.logprobs is not None and len(c.logprobs) == len(c.token_ids)
+    )
+    return next(
+        (logprob for c in complete for logprob in sampled_logprobs(c) if not math.isfinite(logprob)),
+        None,
+    )
 
 
 def joined(chain: Sequence[Generation], masked: Collection[int] = ()) -> Trajectory:

@@ -11,7 +11,8 @@ from rich.console import Console
 from generation.engine.engine import Engine, Leader
 from generation.engine.lifecycle import Memory
 from generation.engine.logits import engine_arguments, uses_v2
-from generation.engine.ray_replicas import ReplicatedEngine, join_cluster
+from generation.engine.ray_cluster import join_cluster
+from generation.engine.ray_replicas import ReplicatedEngine
 from generation.engine.sampling import SamplingSettings
 from generation.engine.settings import EngineSettings, cpu_binding
 from generation.engine.vllm_compat import fork_engines

@@ -6,7 +6,6 @@ import asyncio
 import atexit
 import gc
 import itertools
-import math
 import os
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -26,7 +25,7 @@ from generation.engine.sampling import SamplingSettings, response_budget, vllm_s
 from generation.engine.settings import EngineSettings
 from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.thread import EngineThread
-from generation.exact_ids import Generation, generations_of, sampled_logprobs
+from generation.exact_ids import Generation, first_not_finite, generations_of
 from generation.images import Image, PromptInput, Spans
 from generation.undoing import undone_by
 
@@ -550,16 +549,3 @@ def _is_alive(process: psutil.Process) -> bool:
         return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return False
-
-
-def first_not_finite(output: "RequestOutput") -> float | None:
-    """Return the first log-probability of a sampled token that is NaN or infinite; None if all are
-    finite.
-    """
-    complete = (
-        c for c in output.outputs if c.logprobs is not None and len(c.logprobs) == len(c.token_ids)
-    )
-    return next(
-        (logprob for c in complete for logprob in sampled_logprobs(c) if not math.isfinite(logprob)),
-        None,
-    )

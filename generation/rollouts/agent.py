@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from generation.engine.sampling import SamplingSettings
-from generation.images import Image, split_images, subject
+from generation.image_marks import split_images
+from generation.images import Image, subject
 from generation.messages import chat_form, chosen_tools, clean_messages
 from generation.rollouts import tools
 from generation.rollouts.episode import Conversation, PolicyLLM, RolloutFunction

@@ -15,7 +15,8 @@ from generation.engine.sampling import SamplingSettings, response_budget, sample
 from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.vllm_compat import request_errors
 from generation.exact_ids import STAND_IN, Generation, encode_following, following, without_second_end
-from generation.images import Image, ImageRules, Spans, split_images, subject
+from generation.image_marks import split_images
+from generation.images import Image, ImageRules, Spans, subject
 from generation.messages import clean_messages
 from generation.trajectory import Trajectory
 

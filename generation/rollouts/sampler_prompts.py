@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from generation.exact_ids import STAND_IN, Generation, History, following, without_second_end
-from generation.images import Image, ImageRules, PromptInput, Spans, StoredImage, split_images, subject
+from generation.image_marks import split_images
+from generation.images import Image, ImageRules, PromptInput, Spans, StoredImage, subject
 from generation.messages import chat_form, clean_messages, plain_ids
 from generation.rollouts.episode import RolloutSettings
 

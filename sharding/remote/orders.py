@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from generation.engine.engine import Engine, Leader
-from generation.engine.ray_replicas import ReplicatedEngine, cluster_address
+from generation.engine.ray_cluster import cluster_address
+from generation.engine.ray_replicas import ReplicatedEngine
 from sharding.ranks import RemoteError, agreed, exchange, is_main, rank
 from sharding.remote.broadcast import TRAIN_WORLD_SIZE, CollectiveSender
 from sharding.report import AdapterFormat, SyncReport, SyncSettings

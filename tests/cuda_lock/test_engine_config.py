@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from generation.engine.settings import EngineSettings
-from generation.engine.vllm_compat import check_build, check_version, engine_arguments, started_with
+from generation.engine.vllm_compat import engine_arguments, started_with
+from generation.engine.vllm_release import check_build, check_version
 from sharding import SHARING_WORKER, WORKER_EXTENSION
 
 

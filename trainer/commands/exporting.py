@@ -15,7 +15,7 @@ from trainer.config.resuming import COMPLETE_MARKER
 from trainer.config.schema import TrainConfig
 from trainer.data import load_tokenizer
 from trainer.errors import UserError
-from trainer.policy import hf_format
+from trainer.policy import hf_format, hf_saving
 from trainer.policy.lora import add_adapters, start_value
 from trainer.run.checkpoint import verify
 from trainer.run.checkpoint_reading import read_metadata, read_tensors
@@ -77,5 +77,5 @@ def _write_model(checkpoint: Path, config: TrainConfig, folder: Path) -> None:
     with warnings.catch_warnings(action="ignore"):
         # they are about tensors that are not read from the files
         hf_format.load_sharded(model, source, torch.device("cpu"), value)
-    hf_format.save_pretrained(model, folder, dtype, source)
+    hf_saving.save_pretrained(model, folder, dtype, source)
     load_tokenizer(config.model).save_pretrained(folder)

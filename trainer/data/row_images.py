@@ -5,16 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from generation.images import (
-    Image,
-    ImageLimits,
-    ImageProcessor,
-    ImageRules,
-    StoredImage,
-    base64_image,
-    split_images,
-    with_image_parts,
-)
+from generation.image_marks import split_images, with_image_parts
+from generation.images import Image, ImageLimits, ImageProcessor, ImageRules, StoredImage, base64_image
 from trainer.config.schema import DataConfig, TrainConfig
 from trainer.errors import UserError, one_line
 

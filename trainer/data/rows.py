@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from generation.images import ImageProcessor, Spans, StoredImage, split_images, with_image_parts
+from generation.image_marks import split_images, with_image_parts
+from generation.images import ImageProcessor, Spans, StoredImage
 from generation.messages import (
     ChatForm,
     CleanMessage,

@@ -14,9 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from generation.engine.settings import head_widths, kv_elements
+from generation.engine.settings import head_widths
 from sharding.send.buckets import BucketPlan
 from sharding.wire.manifest import Piece, SourceParameter
 from sharding.wire.staging import BUFFERS
@@ -26,6 +24,7 @@ from trainer.config.model_file import REPROCESSED
 from trainer.config.placement import engine_workers, placement
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.config.sync_ways import way
+from trainer.estimates.kv_cache import engine_dtype, kv_answer_bytes
 from trainer.estimates.model_sizes import (
     ModelSizes,
     answers_per_update,
@@ -68,7 +67,6 @@ COLUMNS = {
 TIGHT = 0.95
 """The share of a device above which a plan that fits is said to be tight."""
 
-_RECURRENT = ("linear_attention", "mamba", "mamba2", "conv")  # of a model's `layer_types`
 
 _NAMED = 4  # number of largest parts that a sentence names
 
@@ -279,49 +277,6 @@ def _remedies(config: TrainConfig, column: str, largest: Sequence[str]) -> Itera
         yield from remedies.get(name.rpartition(": ")[2], [])
 
 
-def kv_answer_bytes(config: TrainConfig, model: ModelSizes, tokens: float) -> float:
-    """Return bytes of an answer, with its prompt `tokens` long, in the KV cache of each rank of an
-    engine.
-
-    A layer with a sliding window keeps as many tokens, a recurrent one a state. That is counted for
-    gated delta rules (`gated_delta_net_state_shape` in
-    vllm/model_executor/layers/mamba/mamba_utils.py); other states are small.
-    """
-    sizes = model.config
-    kinds = sizes.get("layer_types") or ["full_attention"] * model.layers
-    held = {
-        "sliding_attention": min(tokens, sizes.get("sliding_window") or tokens),
-        **dict.fromkeys(_RECURRENT, 0),
-    }
-    size = kv_token_bytes(config, model) / model.layers * sum(held.get(kind, tokens) for kind in kinds)
-    states = kinds.count("linear_attention")
-    if states and sizes.get("linear_key_head_dim"):
-        keys = sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"]
-        values = sizes["linear_num_value_heads"] * sizes["linear_value_head_dim"]
-        width = engine_dtype(config).itemsize
-        dtype = sizes.get("mamba_ssm_dtype")
-        state = (
-            (getattr(torch, dtype).itemsize if dtype else width) * values * sizes["linear_key_head_dim"]
-        )
-        state += width * (sizes["linear_conv_kernel_dim"] - 1) * (2 * keys + values)
-        size += states * state / config.engine.tensor_parallel_size
-    return size
-
-
-def kv_token_bytes(config: TrainConfig, model: ModelSizes) -> int:
-    """Return bytes of a token in the KV cache of each rank of an engine, if all layers attend to
-    all tokens.
-
-    With more ranks than heads, ranks hold copies.
-    """
-    latent = model.config.get("kv_lora_rank")
-    heads = (
-        1 if latent else model.config.get("num_key_value_heads") or model.config["num_attention_heads"]
-    )
-    held = math.ceil(heads / config.engine.tensor_parallel_size)
-    return kv_elements(model.config) // heads * held * engine_dtype(config).itemsize
-
-
 def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool) -> int:
     """Return bytes of the two staging buffers, counted twice if trainer and engine cannot share
     them.
@@ -383,11 +338,6 @@ def recomputed_layers(policy: PolicyConfig, model: ModelSizes) -> int:
     return {"none": 0, "every_second": (model.layers + 1) // 2, "full": model.layers}[
         policy.activation_checkpointing
     ]
-
-
-def engine_dtype(config: TrainConfig) -> torch.dtype:
-    """Return the dtype of an engine's weights and of its KV cache."""
-    return getattr(torch, config.engine.dtype or config.policy.dtype)
 
 
 def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[MemoryPart]:

@@ -15,13 +15,8 @@ from trainer.config.placement import engine_workers, placement, training_ranks
 from trainer.config.schema import PolicyConfig, TrainConfig
 from trainer.config.sync_ways import way
 from trainer.estimates.gpus import Gpu
-from trainer.estimates.memory import (
-    GIB,
-    attention_elements,
-    engine_dtype,
-    kv_answer_bytes,
-    recomputed_layers,
-)
+from trainer.estimates.kv_cache import engine_dtype, kv_answer_bytes
+from trainer.estimates.memory import GIB, attention_elements, recomputed_layers
 from trainer.estimates.model_sizes import (
     ModelSizes,
     compute_width,

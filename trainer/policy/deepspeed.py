@@ -24,7 +24,7 @@ from sharding.ranks import world_size
 from sharding.send.source import whole_shape
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.model_structure import Work, freeze
-from trainer.policy import hf_format
+from trainer.policy import hf_format, hf_saving
 from trainer.policy.buffers import saved_buffers, set_buffer
 from trainer.policy.hf_format import checkpoint_views, parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, factors, first_values
@@ -345,4 +345,4 @@ class DeepSpeedPolicy(Offloadable, Policy):
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the model in Hugging Face format and the compute dtype, without the tokenizer."""
-        hf_format.save_pretrained(self.model, folder, self.compute_dtype, self.source)
+        hf_saving.save_pretrained(self.model, folder, self.compute_dtype, self.source)

@@ -27,7 +27,7 @@ from sharding.ranks import world_size
 from sharding.send.source import local_part
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.model_structure import Work, decoder, encoder_layers, freeze, hidden_matrices
-from trainer.policy import hf_format
+from trainer.policy import hf_format, hf_saving
 from trainer.policy.buffers import saved_buffers
 from trainer.policy.experts import dispatched_experts, split_experts
 from trainer.policy.hf_format import parameter_names
@@ -406,7 +406,7 @@ class FsdpPolicy(ShardedModel, Policy):
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the model in Hugging Face format and the compute dtype, without the tokenizer."""
-        hf_format.save_pretrained(self.model, folder, self.compute_dtype, self.source)
+        hf_saving.save_pretrained(self.model, folder, self.compute_dtype, self.source)
 
 
 class FrozenPolicy(FsdpPolicy):

@@ -24,7 +24,8 @@ from generation.compat.nemo.config import (
 )
 from generation.engine.devices import device_count
 from generation.engine.lifecycle import EngineStateError
-from generation.engine.ray_replicas import Actor, join_once
+from generation.engine.ray_cluster import join_once
+from generation.engine.ray_replicas import Actor
 from generation.engine.thread import EngineThread, as_ready
 from generation.undoing import undone_by
 

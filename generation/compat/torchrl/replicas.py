@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from generation.compat.load_balancer import EngineLoad
 from generation.engine.devices import device_count
 from generation.engine.engine import WorkerError
-from generation.engine.ray_replicas import Actor, ActorEngine, ray_module
+from generation.engine.ray_cluster import ray_module
+from generation.engine.ray_replicas import Actor, ActorEngine
 from generation.engine.settings import EngineSettings
 from generation.engine.thread import EngineThread
 from generation.engine.vllm_compat import log_throughput, step_logger

@@ -26,7 +26,8 @@ from generation.compat.torchrl.replicas import (
     gpu_count,
 )
 from generation.compat.torchrl.weights import NO_DEVICE_LEFT, WeightUpdates
-from generation.engine.ray_replicas import Actor, join_once
+from generation.engine.ray_cluster import join_once
+from generation.engine.ray_replicas import Actor
 from generation.engine.thread import EngineThread
 from generation.engine.vllm_compat import engine_arguments
 from generation.undoing import undone_by

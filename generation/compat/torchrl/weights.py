@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from generation.compat.torchrl.arguments import gpus_per_replica, results_of
 from generation.compat.torchrl.replicas import UPDATE_SECONDS, ServiceReplica
-from generation.engine.ray_replicas import ray_module
+from generation.engine.ray_cluster import ray_module
 from generation.engine.settings import EngineSettings
 from generation.undoing import undone_by
 

@@ -16,7 +16,8 @@ from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.errors import UserError
 from trainer.learning.batching import micro_batches
 from trainer.policy import FsdpPolicy
-from trainer.policy.hf_format import build_meta_model, checkpoint_views, save_pretrained
+from trainer.policy.hf_format import build_meta_model, checkpoint_views
+from trainer.policy.hf_saving import save_pretrained
 
 BY_KIND = pytest.mark.parametrize(("kind", "tied"), checks.KINDS)
 

@@ -20,7 +20,8 @@ from tests.support.colocated import Colocated, HfPolicy, start_engine, stop
 from tests.support.image_rows import make_sample, noise, plain_outputs
 from tests.unit.trainer.policy.test_vision import make_module
 from trainer.learning.batching import micro_batches
-from trainer.policy.hf_format import parameter_names, save_pretrained
+from trainer.policy.hf_format import parameter_names
+from trainer.policy.hf_saving import save_pretrained
 from trainer.policy.module import outputs
 from trainer.types import Sample
 

@@ -10,7 +10,8 @@ import datasets
 import pytest
 from transformers import AutoTokenizer
 
-from generation.images import Image, ImageLimits, ImageProcessor, ImageRules, split_images, thumbnail
+from generation.image_marks import split_images
+from generation.images import Image, ImageLimits, ImageProcessor, ImageRules, thumbnail
 from generation.rollouts.episodes import CarriedGroup
 from generation.rollouts.tools import ToolLimits, ToolRunner, make_tool, parse_hermes, tools_by_name
 from generation.trajectory import Trajectory

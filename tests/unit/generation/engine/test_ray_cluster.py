@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from generation.engine.ray_replicas import join_cluster
+from generation.engine.ray_cluster import join_cluster
 from tests.support.real_run import GONE_SECONDS, ROOT
 
 STARTED = """
@@ -18,7 +18,7 @@ import psutil
 import sys
 if len(sys.argv) > 1:
     import ray  # which reads its variables for the first time now
-from generation.engine.ray_replicas import cluster_address, join_cluster
+from generation.engine.ray_cluster import cluster_address, join_cluster
 join_cluster(1)
 import ray
 

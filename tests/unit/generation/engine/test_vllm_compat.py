@@ -12,14 +12,8 @@ from typing import Any
 import pytest
 
 from generation.engine.settings import EngineSettings, cpu_binding
-from generation.engine.vllm_compat import (
-    check_build,
-    check_keyed_noise,
-    check_version,
-    engine_arguments,
-    engine_environment,
-    started_with,
-)
+from generation.engine.vllm_compat import engine_arguments, engine_environment, started_with
+from generation.engine.vllm_release import check_build, check_keyed_noise, check_version
 
 CPU = EngineSettings(model="m", max_model_len=64)
 CUDA = EngineSettings(model="m", max_model_len=64, device_indices=(0,))

@@ -18,12 +18,12 @@ from trainer.cli import main
 from trainer.commands.plan import batch_lines
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
+from trainer.estimates.kv_cache import kv_token_bytes
 from trainer.estimates.memory import (
     MemoryPart,
     activation_bytes,
     attention_elements,
     engine_parts,
-    kv_token_bytes,
     over_budget,
     staging_bytes,
     trainer_parts,

@@ -20,7 +20,7 @@ from tests.unit.trainer.commands.test_plan import recipe
 from trainer.cli import main
 from trainer.estimates.gpus import GPUS
 from trainer.estimates.host_memory import host_part
-from trainer.estimates.memory import kv_answer_bytes
+from trainer.estimates.kv_cache import kv_answer_bytes
 from trainer.estimates.model_sizes import model_sizes, shard
 
 RECIPES = [pytest.param(*recipe, id=recipe[0].stem) for recipe in released_models.recipes()]

@@ -29,8 +29,8 @@ from trainer.policy.hf_format import (
     load_sharded,
     make_vision,
     parameter_names,
-    save_pretrained,
 )
+from trainer.policy.hf_saving import save_pretrained
 from trainer.policy.lora import add_adapters, factors
 from trainer.policy.module import AutoValueModel, PolicyModule, outputs
 from trainer.types import MicroBatch, Outputs, Sample
