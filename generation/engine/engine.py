@@ -51,9 +51,7 @@ class WorkerError(RuntimeError):
 
 @dataclass
 class EngineUpdate:
-    """A weight update in progress. `version` is the policy version that the engine holds once it is
-    complete.
-    """
+    """A weight update in progress, after which the engine holds the policy of `version`."""
 
     version: int
 

@@ -11,7 +11,7 @@ from tests.support import words
 MOST_FRAGMENTS = 30
 MOST_TWINS = 0
 MOST_UNDOCUMENTED = 0
-MOST_OVERSIZED = 7
+MOST_OVERSIZED = 0
 
 
 @pytest.mark.parametrize(

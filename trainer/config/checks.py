@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from generation.engine.devices import gpu_visible
 from generation.engine.settings import (
@@ -18,10 +18,8 @@ from generation.engine.settings import (
     LEAST_MODEL_LEN,
     LORA_RANKS,
     OWN_ARGUMENTS,
-    QUANTIZING,
     UNSYNCED,
     engine_argument_names,
-    routes_problem,
 )
 from trainer.config.algorithm import check_algorithm
 from trainer.config.answer_age import check_slices
@@ -35,23 +33,19 @@ from trainer.config.machine import (
     unwritable,
 )
 from trainer.config.model_file import (
-    EXPERT_KEYS,
     HUB_NAME,
-    PACKABLE_LAYERS,
-    REPROCESSED_KEYS,
-    SELECTIVE_SCANS,
     is_multimodal,
     model_config,
-    position_limit,
     steady_positions,
 )
+from trainer.config.model_file_checks import Command, check_model_file
 from trainer.config.optimizer_keys import check_optimizer
 from trainer.config.parallel import check_divides, check_parallel
 from trainer.config.placement import check_placement, training_ranks
 from trainer.config.prefix_sharing import check_prefixes
 from trainer.config.resuming import check_resume
 from trainer.config.schema import InlineTagsConfig, TrainConfig
-from trainer.config.sync_ways import check_way, way
+from trainer.config.sync_ways import check_way
 from trainer.config.weight_files import require_no_pointers, require_trainable, stored_tensors
 from trainer.errors import UserError, quoted
 
@@ -69,7 +63,6 @@ _OWN_TEMPLATE_KEYS = {
     "tools",
     "truncation",
 }
-Command = Literal["train", "sft", "eval"]
 
 
 def check_config(config: TrainConfig, command: Command, environ: Mapping[str, str] = os.environ) -> None:
@@ -126,7 +119,7 @@ def find_problems(
         problems += check_slices(config)
         problems += _check_run(config)
         problems += check_way(config, ranks, environ)
-    return [*problems, *_check_model(config, command, environ)]
+    return [*problems, *check_model_file(config, command, environ)]
 
 
 def _check_files(config: TrainConfig, command: Command) -> Iterator[str]:
@@ -146,7 +139,7 @@ def _check_files(config: TrainConfig, command: Command) -> Iterator[str]:
         needs_head = command != "eval" and key != "critic.path"  # engines untie a head by themselves
         check = require_trainable if needs_head else stored_tensors
         try:
-            if key != "model.path":  # which `_check_model` has read
+            if key != "model.path":  # which `check_model_file` has read
                 model_config(path)
             if os.path.isdir(path):
                 check(Path(path))
@@ -518,97 +511,4 @@ def _check_run(config: TrainConfig) -> Iterator[str]:
         yield (
             f"run.profile = [{first}, {last}], but should be a first and a last step within 1 to "
             f"{config.run.steps}"
-        )
-
-
-def _check_model(config: TrainConfig, command: Command, environ: Mapping[str, str]) -> Iterator[str]:
-    try:
-        model = model_config(config.model.path)
-    except UserError as error:
-        yield str(error)
-        return
-    if command == "train" and way(config).shares_memory:
-        for key in filter(model.get, REPROCESSED_KEYS):
-            # experts are shuffled; weights of latent attention multiplied
-            what = REPROCESSED_KEYS[key]
-            yield (
-                f"sync.way: vLLM does not keep the {what} of this model as trained ({key}): set it to "
-                "staged"
-            )
-    if command != "eval":
-        yield from _check_packing(config, model)
-        yield from _check_quantization(config, model)
-    if command == "sft":
-        return
-    if (limit := position_limit(model)) is not None and config.engine.max_model_len > limit:
-        yield (
-            f"engine.max_model_len = {config.engine.max_model_len} is more than the {limit} positions "
-            "of the model"
-        )
-    dtype = config.engine.dtype or config.policy.dtype
-    on_cpu = resolve_device(config) == "cpu"
-    if on_cpu and model.get("model_type") in SELECTIVE_SCANS:
-        kind = f"{config.model.path} has Mamba-1 layers"
-        yield f"model.path: {kind}, for which vLLM has no CPU kernel: use a GPU or a Mamba-2 model"
-    if on_cpu and dtype == "float32" and model.get("linear_key_head_dim"):
-        yield (
-            "engine.dtype is float32, but vLLM on CPU has gated delta rules in bfloat16 only: set it "
-            "to bfloat16"
-        )
-    yield from _check_mixture(config, any(map(model.get, EXPERT_KEYS)), environ)
-    if on_cpu and config.lora.engines_apply and any(map(model.get, EXPERT_KEYS)):
-        yield (
-            "lora.sync is adapter, which vLLM on CPU cannot do for mixtures of experts: set it to merged"
-        )
-    size = config.engine.tensor_parallel_size
-    if heads := model.get("num_attention_heads"):
-        yield from check_divides(
-            "num_attention_heads of the model", heads, "engine.tensor_parallel_size", size
-        )
-
-
-def _check_mixture(config: TrainConfig, mixture: bool, environ: Mapping[str, str]) -> Iterator[str]:
-    """Check the keys of mixtures; `check_model` later checks that the routers of the model's class
-    are replaceable.
-    """
-    routes = config.model.routes
-    coef = config.algorithm.balance_coef
-    if routes != "own" and not mixture:
-        yield (
-            f"model.routes is {routes}, but {config.model.path} is not a mixture of experts: set it to "
-            "own"
-        )
-    elif routes == "engine" and (problem := routes_problem(resolve_device(config) == "cpu", environ)):
-        yield problem
-    if coef and routes == "own":
-        yield (
-            f"algorithm.balance_coef is {coef:g}, but the experts' loads must be known before the "
-            "first forward pass: set model.routes to recorded"
-        )
-
-
-def _check_packing(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:
-    """Check what config.json says; `require_packing` checks the model's class once it is built."""
-    unpackable = sorted(set(model.get("layer_types") or ()) - set(PACKABLE_LAYERS))
-    if unpackable and config.batch.packing:
-        layers = f"layers ({', '.join(unpackable)}) in which sequences of a pack would not be kept apart"
-        yield f"batch.packing is true, but the model has {layers}: set it to false"
-
-
-def _check_quantization(config: TrainConfig, model: dict[str, Any]) -> Iterator[str]:
-    """Refuse quantised models: vLLM re-packs their weights as it loads them, and no such layout has
-    been verified.
-    """
-    extra = config.engine.extra
-    overrides = extra.get("hf_overrides")
-    overridden = isinstance(overrides, dict) and overrides.get("quantization_config")
-    keys = [key for key in QUANTIZING if extra.get(key)]
-    for key in [*keys, *(["hf_overrides.quantization_config"] if overridden else [])]:
-        yield (
-            f"engine.extra.{key} is set, but weights are not synced into quantised engines: leave it out"
-        )
-    if model.get("quantization_config"):
-        yield (
-            f"model.path: {config.model.path} is quantised and cannot be trained: name the model it was "
-            "made from"
         )
