@@ -218,7 +218,7 @@ class History:
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
-        # By text and by ids of prompt and answer
+        # The generations by text, and by ids of prompt and answer.
         self._by_prompt: dict[str | tuple[int, ...], list[Generation]] = {}
         self._lengths: set[int] = set()  # of the keys of `_by_prompt`
         self._by_chat: dict[str, list[tuple[Generation, Any]]] = {}

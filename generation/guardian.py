@@ -50,7 +50,7 @@ TRACKER_SECONDS = 5.0
 # The guardian then ends even if a process cannot be killed, as it is stuck in the kernel
 GIVE_UP_SECONDS = 60.0
 LOCK = "lock"  # in the private folder: held by the rank and its guardians, or by the program
-# characters; a Unix socket's path has at most 107, of which this folder's name takes 24, vLLM's 37
+# Characters; a Unix socket's path has at most 107, of which this folder's name takes 24, vLLM's 37
 BASE_LIMIT = 40
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -175,7 +175,7 @@ def end_all() -> set[str]:
                 asked[pid] = f"{read(f'/proc/{pid}/comm').decode(errors='replace').strip()} ({pid})"
                 send(pid, parent, number)
         try:
-            # orphans have become children of this process, so without children there are no
+            # Orphans have become children of this process, so without children there are no
             # descendants
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-# Pillow's others include some that start programs
+# The formats that are read; some of Pillow's other ones start programs.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-# With which such files begin
+# The bytes with which such files begin.
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
 _MARK = re.compile("(<image>|<video>)")  # in the texts of verl's and LLaMA-Factory's rows
 _LONGEST_SOURCE = 100  # characters of an image's source in a sentence

@@ -30,7 +30,7 @@ from generation.paths import UnsetVariable, expanded
 
 INCLUDES = "includes"
 
-# That all interpolations may insert; that each one counts for
+# The most that all interpolations may insert together, and the least that each one counts for.
 _MOST_CHARACTERS = 2**20
 _LEAST_CHARACTERS = 2**9
 _IN_CAPITALS = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")

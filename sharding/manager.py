@@ -41,7 +41,7 @@ class ShardingManager:
         manager.connect()
         with manager.generation_shift(policy):    # optimizer out, weights in, KV cache mapped
             answers = sample(prompts)
-        # the engine sleeps again, and the trainer has its memory back
+        # The engine sleeps again, and the trainer has its memory back
 
     `report` describes the latest sync.
     """
@@ -268,7 +268,7 @@ class ShardingManager:
         self._session += 1
         running = calls or []
         with agreed("starting the update"):
-            # from here on the engine holds no version, and its workers wait
+            # From here on the engine holds no version, and its workers wait
             if self._leader is not None and calls is None:
                 engine = self._leader.engine
                 method = "update_weights_via_ipc_zmq"
@@ -316,7 +316,7 @@ def _raise_if_dead(calls: "list[Future[Any]]") -> None:
     """
     for error in (call.exception() for call in calls if call.done()):
         if error is not None and not isinstance(error, WorkerError):
-            # a worker reports its own errors to its rank
+            # A worker reports its own errors to its rank
             raise SyncError(
                 f"the engine ended during a weight update: {type(error).__name__}: {error}"
             ) from error

@@ -29,7 +29,7 @@ import torch.distributed as dist
 _MESSAGE_LIMIT = 4000  # characters of an error message that travel to the other ranks
 _JOINED_TIMEOUT = timedelta(minutes=10)  # as torch's for NCCL; gloo's would be 30
 _ENDING_SECONDS = 3.0  # a process that dies closes its connections a little before it counts as ended
-# Of each rank: the machine, see `machine`, and the process's number there
+# For each rank, its machine (see `machine`) and its process's number there.
 _processes: list[tuple[str, int]] = []
 
 

@@ -95,7 +95,7 @@ class Update:
         self._capacity = 0
         try:
             if not self._bring():
-                # the transport has sent less than all weights, and that was not enough
+                # The transport has sent less than all weights, and that was not enough
                 self._bring()
             return self._end(calls)
         except BaseException as error:

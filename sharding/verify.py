@@ -208,7 +208,7 @@ class Verification:
         """
         different = []
         for expected, answer in zip(self._expected, answers, strict=False):
-            # after a failure there are no answers
+            # After a failure there are no answers
             digests = answer["digests"]
             different.append([name for name, value in expected.items() if digests.get(name) != value])
         return different

@@ -174,7 +174,7 @@ def build_models(
     values = algorithm.advantage_record.takes("values")
     head = values and config.critic.shared
     with plain_segments() if way(config).reads_shards else nullcontext():
-        # engines map the weights where they are
+        # Engines map the weights where they are
         policy = make_policy(
             config.model, config.policy, device, updates, config.lora, value_head=head, in_place=in_place
         )

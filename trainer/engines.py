@@ -186,7 +186,7 @@ def on_checkpoint(
         leader.engine.state.adopt_checkpoint(0)
         return job(leader)
     except (UserError, ValueError) as error:
-        # includes a prompt that is too long and a port that is taken
+        # Includes a prompt that is too long and a port that is taken
         print(f"hotbunk: {error}", file=sys.stderr)
         return 2
     finally:

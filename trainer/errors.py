@@ -36,7 +36,7 @@ def quoted(value: object) -> str:
     try:
         text = repr(value)
     except (ValueError, RecursionError) as error:
-        # an integer of more than 4300 digits; lists in lists in lists
+        # An integer of more than 4300 digits; lists in lists in lists
         text = f"<{type(value).__name__}: {error}>"
     return shortened(text, _LONGEST_VALUE)
 

@@ -46,8 +46,8 @@ def majority_at_k(votes: Sequence[str | None], right: Sequence[bool], k: int) ->
     verdicts = Counter(vote for vote, verdict in zip(votes, right, strict=True) if verdict)
     expected = 0.0
     for most in range(1, min(k, max(counts.values(), default=0)) + 1):
-        # the number of ballots of a winner States are keyed by the number of winners so far and of
-        # ballots left. Each holds its probability, and that probability times the summed
+        # `most` is the number of ballots of a winner. States are keyed by the number of winners so
+        # far and of ballots left. Each holds its probability, and that probability times the summed
         # correctness of its winners.
         states = {(0, k): (1.0, 0.0)}
         pool = len(votes)

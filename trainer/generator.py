@@ -39,7 +39,7 @@ def generate(config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> C
     trainers = Trainers(start.leader, store(), rank(EVERYBODY), sync_settings(config))
 
     def late() -> bool:
-        # never with a lag: the checkpoint needs these answers, since their weights will be gone
+        # Never with a lag: the checkpoint needs these answers, since their weights will be gone
         return not config.rollout.lag and late_to_leave(config.checkpoint, watchdog)
 
     source = build_local_source(start, resources, late)

@@ -123,7 +123,7 @@ class BoundRendezvous(StaticTCPRendezvous):
         """
         assert self._store is not None
         with suppress(DistNetworkError):
-            # the store ends with its attempt, once the ranks have noticed the alarm
+            # The store ends with its attempt, once the ranks have noticed the alarm
             if self._store.add(f"hotbunk/launcher/{self.rank}", 1) == 1:
                 return True
             alarm(
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun with `argv` (None: this process's arguments), and return the exit code."""
     args = parse_args(argv)
     for name in ("", ".agent.server.api"):
-        # the summary reports signals; the second logger has its own level
+        # The summary reports signals; the second logger has its own level
         logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.ERROR)
     messages_file = os.memfd_create("hotbunk-last-words")
     os.environ[processes.LAST_WORDS] = f"/proc/{os.getpid()}/fd/{messages_file}"
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with suppress(SignalException, KeyboardInterrupt):  # after a second signal, do not wait
         deadline = time.monotonic() + _GONE_SECONDS
         while guardian.descendants() and time.monotonic() < deadline:
-            # the guardians' last lines go before the summary
+            # The guardians' last lines go before the summary
             time.sleep(0.1)
     for number in _INTERRUPTIONS:
         signal.signal(number, signal.SIG_IGN)  # the rest takes only a moment

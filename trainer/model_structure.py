@@ -81,7 +81,7 @@ def hidden_matrices(model: PreTrainedModel) -> set[str]:
 class ModelFlops:
     """The sizes of a model's matrices, from which the operations of its passes follow."""
 
-    # elements of the matrices that each token is multiplied by, including only the experts that it
+    # Elements of the matrices that each token is multiplied by, including only the experts that it
     # is sent to
     trunk: int
     trunk_learned: int  # the elements among them that are trained
@@ -91,7 +91,7 @@ class ModelFlops:
     # Elements of the matrices that an image patch is multiplied by; its attention is not counted
     vision: int = 0
     vision_learned: int = 0  # the elements among them that are trained
-    # the encoder's activations for one token of an image, as a number of text tokens whose
+    # The encoder's activations for one token of an image, as a number of text tokens whose
     # activations are as large
     image_token: float = 0.0
 

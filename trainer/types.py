@@ -50,7 +50,7 @@ class Sample:
     # 1 where the policy sampled the token, 0 elsewhere, so 0 on the whole prompt; by position, not
     # by id
     loss_mask: list[int]
-    # nats, under the distribution the token was sampled from; 0.0 where loss_mask is 0
+    # Nats, under the distribution the token was sampled from; 0.0 where loss_mask is 0
     engine_logprobs: list[float]
     # In `RouteFormat`, for every token except the last, which predicts nothing
     routes: Tensor | None = None
@@ -178,7 +178,7 @@ class MicroBatch:
     advantages: Tensor  # [B, T-1] float32
     lengths: list[int]  # each sequence's number of tokens without padding, 1 to T
     layout: Layout  # the targets' indices, and the packed input of the model, if any
-    # each sequence's index in the list of samples; empty in a micro-batch that has no weight
+    # Each sequence's index in the list of samples; empty in a micro-batch that has no weight
     rows: list[int] = field(default_factory=list)
     # [B, T-1] float32, by the policy at the step's start; None until computed
     old_logprobs: Tensor | None = None
@@ -187,7 +187,7 @@ class MicroBatch:
     # [B, T-1] float32, by the critic at the step's start; None until computed
     old_values: Tensor | None = None
     returns: Tensor | None = None  # [B, T-1] float32, the critic's targets
-    # in `RouteFormat`, for the tokens of the model's input, on the host; None: the mixture's
+    # In `RouteFormat`, for the tokens of the model's input, on the host; None: the mixture's
     # routers decide
     routes: Tensor | None = None
     ages: Tensor | None = None  # [B, T-1] uint8, updates since the token was sampled; None: all 0
@@ -241,7 +241,7 @@ class Outputs:
 
     logprobs: Tensor  # log-probabilities of the targets at the sampling temperature, nats
     entropy: Tensor  # entropy of the distribution that each target was sampled from, nats
-    # expected return of the state in which the target was sampled; None without a value head on
+    # Expected return of the state in which the target was sampled; None without a value head on
     # this trunk
     values: Tensor | None = None
     routes: Tensor | None = None  # as `MicroBatch.routes`; None unless they are recorded
@@ -261,7 +261,7 @@ class UpdateStats:
     grad_norm: float  # global L2 norm before clipping
     learning_rate: float  # the learning rate of the step, even if it was skipped
     skipped: bool  # True if loss or gradient was not finite, so that no weight was changed
-    # the loss function's metrics, summed over micro-batches and ranks
+    # The loss function's metrics, summed over micro-batches and ranks
     sums: dict[str, float] = field(default_factory=dict)
 
 

@@ -137,7 +137,7 @@ class LoadBalancer:
             try:
                 return self._choose[strategy](prompt)
             except Exception as error:
-                # the next strategy may work where an engine's load cannot be read
+                # The next strategy may work where an engine's load cannot be read
                 log.warning(
                     "Strategy '%s' failed with error: %s. Trying next strategy...", strategy, error
                 )

@@ -394,7 +394,7 @@ class Engine:
         requests are running, or the weights' memory is not mapped.
         """
         if running := self.llm.get_num_unfinished_requests():
-            # includes those that the scheduler has yet to see
+            # Includes those that the scheduler has yet to see
             raise EngineStateError(
                 f"cannot update weights: {running} requests would continue with other weights"
             )

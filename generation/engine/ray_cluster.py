@@ -23,7 +23,7 @@ _LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
 
-# characters: Ray's sockets add up to 60 to it, and Linux allows 107 in a socket's path
+# Characters: Ray's sockets add up to 60 to it, and Linux allows 107 in a socket's path
 _LONGEST_FOLDER = 45
 
 

@@ -163,7 +163,7 @@ class Turnstile:
         self._room = room
         self._has_room = True
         self._waiting: dict[asyncio.Future[None], Unfinished] = {}
-        # seconds; and the time of parking, 0.0 if not parked
+        # Seconds; and the time of parking, 0.0 if not parked
         self._parked_before = 0.0
         self._parked_since = 0.0
 

@@ -211,7 +211,7 @@ class _Process:
     async def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Ask the client a question, and return its answer. Raises ClientError."""
         assert self._writer is not None
-        # random, so that an answer cannot have been sent before the question
+        # Random, so that an answer cannot have been sent before the question
         name = secrets.token_hex(8)
         line = json.dumps({"id": name} | question, default=str).encode()
         if len(line) >= LONGEST_LINE:

@@ -125,7 +125,7 @@ class PolicyLLM:
                 image_spans=image_spans,
             )
         except ImageCountError as error:
-            # the model's files are to blame, so every other episode would fail, too
+            # The model's files are to blame, so every other episode would fail, too
             self.fatal = ImageCountError(f"prompt {self.prompt_index} of the step: {error}")
             raise self.fatal from None
         except Exception as error:

@@ -246,7 +246,7 @@ class CarriedEpisodes:
     def __post_init__(self) -> None:
         # See `rollout`
         self._room = asyncio.Semaphore(self.engine.settings.max_num_seqs + self.group_size)
-        # Of unfinished episodes, by place and sample
+        # The turnstiles of unfinished episodes, by place and sample.
         self._turnstiles: dict[tuple[int, int], Turnstile] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None

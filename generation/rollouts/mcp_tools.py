@@ -223,7 +223,7 @@ class _Session:
                     self._client.set_result(client)
                     await self._stop.wait()
         except Exception as error:
-            # callers get it while they wait for the client; afterwards nobody does
+            # Callers get it while they wait for the client; afterwards nobody does
             if not self._client.done():
                 self._client.set_exception(
                     RuntimeError(f"the MCP server {server.name!r} failed: {_first_error(error)}")

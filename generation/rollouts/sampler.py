@@ -253,7 +253,7 @@ def _trajectory(
         )
     answered = by_place.get(answer.chain[0].place, prompt)
     if answered.token_ids != prompt.token_ids:
-        # samples of one prompt, or of equal prompts, may be swapped
+        # Samples of one prompt, or of equal prompts, may be swapped
         swapped = f"answers prompt {answered.prompt_index}, not prompt {prompt.prompt_index}"
         raise ValueError(f"the sampler's result {index} {swapped}: keep the order of the prompts")
     if wrong := next((a.off_policy for a in answer.chain if a.off_policy), ""):

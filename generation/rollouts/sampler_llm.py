@@ -245,7 +245,7 @@ class SamplerLLM:
                 prompt, params, policy_version=self.settings.policy_version
             ), ""
         except ImageCountError as error:
-            # the model's files are to blame, so every other prompt would fail, too
+            # The model's files are to blame, so every other prompt would fail, too
             self.fatal = error
             raise
         except request_errors() as error:

@@ -95,7 +95,7 @@ class Limits:
             )
         for name, value in vars(request).items():
             if isinstance(value, int) and abs(value) >= 2**63:
-                # messages to the engine hold integers of 64 bits
+                # Messages to the engine hold integers of 64 bits
                 raise Refused(400, f"{name} is {short(value)}, which does not fit in 64 bits")
         if (best := (request.model_extra or {}).get("best_of")) is not None and best != n:
             raise Refused(

@@ -121,7 +121,7 @@ async def _with_images(messages: Sequence[Any], rules: ImageRules, decoder: Exec
         urls = (parts[index].get("image_url") for parts, index in image_parts)
         images: tuple[Image, ...] = ()
         for number, url in enumerate(urls, start=1):
-            # one at a time, so that other requests have their turn between
+            # One at a time, so that other requests have their turn between
             source = await _source(url, number, rules)
             images += (
                 await asyncio.get_running_loop().run_in_executor(

@@ -193,7 +193,7 @@ class ServedEngine:
             except Refused as refused:
                 raise client_error(call, refused) from refused
             except ImageCountError as error:
-                # the model's files are to blame, so every other request would fail, too
+                # The model's files are to blame, so every other request would fail, too
                 if call.conversation is not None:
                     call.conversation.fatal = error
                 raise client_error(call, Refused(500, str(error))) from error

@@ -37,7 +37,7 @@ TRAIN_WORLD_SIZE = 1
 
 
 def engine_ranks(engines: int, workers_per_engine: int) -> tuple[int, list[int]]:
-    """World size of the weights group, and the rank of each engine's first worker in it.
+    """Return the world size of the weights group, and the rank of each engine's first worker in it.
     Two engines of two workers make a world of 5 with the engines at ranks 1 and 3.
     """
     if engines < 1 or workers_per_engine < 1:

@@ -311,7 +311,7 @@ class StreamSource:
             self._take()  # there may be none behind the last
 
     def gather_part(self, name: str, start: int, slot: torch.Tensor) -> None:
-        """Refuse: a weight is let go as soon as it has been sent, so it is sent whole."""
+        """Raise an error: a weight is let go as soon as it has been sent, so it is sent whole."""
         raise SyncError(f"{name} comes from an iterator and cannot be sent in parts")
 
     def _take(self) -> bool:

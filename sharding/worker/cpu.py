@@ -46,8 +46,8 @@ def keep_weights_plain() -> None:
 
 
 def choose_with_biases() -> None:
-    """Choose experts without groups as routers with one group do, if scores are sigmoids or have
-    biases.
+    """Have routers without groups choose experts as routers with one group do, where scores are
+    sigmoids or have biases.
 
     vLLM 0.32 refuses the former at the first token, and leaves the biases of a softmax out without
     a word.
@@ -224,6 +224,6 @@ class RouteRecorder:
             self._by_slot[slots[start:]] = rows[begin:end]
             kept = self._rows.setdefault(name, [])
             if sum(map(len, kept)) != start:
-                # new, or begun again: what is not computed now was found in the cache
+                # New, or begun again: what is not computed now was found in the cache
                 kept[:] = [self._by_slot[slots[:start]]]
             kept.append(rows[begin:end])

@@ -411,8 +411,8 @@ class VllmInternalWorkerExtension:
             release_weights(model, reprocessed_modules(model, _PLAIN_ON_CPU))
 
     def hotbunk_memory_bytes(self) -> int:
-        """Resident bytes of this process on CPU; bytes in use on the whole device on CUDA, whoever
-        uses them.
+        """Return the resident bytes of this process on CPU; bytes in use on the whole device on
+        CUDA, whoever uses them.
         """
         if self.device.type == "cuda":  # type: ignore[attr-defined]
             free, total = torch.cuda.mem_get_info()

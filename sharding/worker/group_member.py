@@ -29,7 +29,7 @@ from sharding.worker.receiver import ChannelCarrier
 @dataclass(frozen=True)
 class Rendezvous:
     """A worker's place in a group: the arguments of `init_collective`, and the worker's own rank
-    from them.
+    that follows from them.
     """
 
     ip: str
@@ -175,8 +175,9 @@ class CollectiveCarrier(ChannelCarrier):
         self.answer(left=True)
 
     def fail(self, error: Exception) -> None:
-        """Tell the trainer, and join announced broadcasts until it gives up, since a broadcast
-        needs everybody. If the group itself has failed, the other members learn it from the store.
+        """Tell the trainer of the failure, and join announced broadcasts until it gives up, since a
+        broadcast needs everybody. If the group itself has failed, the other members learn it from
+        the store.
         """
         try:
             if isinstance(error, GroupError | TimeoutError):

@@ -158,7 +158,7 @@ class Reload:
             elif info.load_numel_total and info.restore_metadata[0]:
                 # MLA's attention keeps only products
                 missing[name] = ids
-        # Without parameters: nothing to miss
+        # A module without parameters misses nothing.
         return [name for name, ids in missing.items() if not ids <= loaded]
 
     def _named(self) -> list[tuple[str, Module]]:
@@ -184,7 +184,7 @@ class Arrivals:
     def __init__(self, expected: Manifest) -> None:
         self._expected = expected
         self._arrived: set[str] = set()
-        # Of weights that come in parts, which elements, in order
+        # For weights that come in parts, the elements of each part, in order.
         self._parts: dict[str, list[tuple[int, int]]] = {}
 
     def check_off(self, weights: NamedTensors) -> None:
@@ -452,7 +452,7 @@ class WeightLoader:
         ]
         untouched += self._reload.untouched()
         with self._watcher:
-            # modules with padding, such as a vocabulary of odd size, are loaded only now
+            # Modules with padding, such as a vocabulary of odd size, are loaded only now
             self._reload.finish()
         complaints = self.arrivals.complaints(self._watcher.read.union(self.left_out))
         if untouched:

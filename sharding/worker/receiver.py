@@ -327,7 +327,7 @@ class ChannelCarrier:
             if self._session is None and message["session"] != self._over:
                 self._session = message["session"]
             if message["session"] == self._session:
-                # older ones are left over from an update that broke off
+                # Older ones are left over from an update that broke off
                 break
         if "stamp" in message:
             self._buckets.expect(message)

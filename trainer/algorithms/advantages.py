@@ -16,7 +16,8 @@ EPSILON = 1e-6
 
 
 def group_relative(rewards: Tensor, normalize_std: bool = True, epsilon: float = EPSILON) -> Tensor:
-    """Reward minus the group's mean, divided by the group's standard deviation if `normalize_std`.
+    """Return each reward minus the group's mean, divided by the group's standard deviation if
+    `normalize_std`.
 
     With the division: GRPO, Shao et al. 2024 (arXiv:2402.03300), section 4.1.2. Without: Dr. GRPO,
     Liu et al. 2025 (arXiv:2503.20783), which shows that the division weighs prompts by their
@@ -39,8 +40,8 @@ def centred(rewards: Tensor) -> Tensor:
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
-    """Reward minus the mean of the group's *other* rewards: a baseline that does not depend on the
-    sample itself.
+    """Return each reward minus the mean of the group's *other* rewards: a baseline that does not
+    depend on the sample itself.
 
     RLOO, Kool et al. 2019 ("Buy 4 REINFORCE samples, get a baseline for free!"); Ahmadian et al.
     2024 (arXiv:2402.14740). It is G / (G - 1) times the reward minus the group's mean, and exactly
@@ -86,8 +87,8 @@ def normalize_then_sum(rewards: Tensor, weights: Tensor, epsilon: float = EPSILO
 
 
 def moments(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Count, sum and sum of squares of values, to be added up over micro-batches and ranks for
-    `whiten`.
+    """Return count, sum and sum of squares of values, to be added up over micro-batches and ranks
+    for `whiten`.
 
     Values and mask have the same shape, whichever it is; without a mask all values count. Returns
     [3] float64, since in float32 the difference of two sums of squares would be lost.
@@ -205,7 +206,7 @@ def turn_relative(
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over the trainable tokens, as if masked ones were not there.
+    """Estimate generalised advantages over the trainable tokens, as if masked ones were not there.
 
     A_t = d_t + gamma * gae_lambda * A_next with the TD error d_t = r_t + gamma * V_next - V_t:
     Schulman et al. 2015 (arXiv:1506.02438), equations 11, 12 and 16. After the last trainable token
@@ -216,7 +217,7 @@ def gae(
     """
     trained = mask.bool()
     values = torch.where(trained, values.detach().float(), 0.0)
-    # Of the first trainable token from t on
+    # At t, the value of the first trainable token from t on.
     next_values = _accumulate(values, torch.where(trained, 0.0, 1.0))
     following = torch.nn.functional.pad(next_values[:, 1:], (0, 1))
     td_errors = torch.where(trained, rewards.float() + gamma * following - values, 0.0)

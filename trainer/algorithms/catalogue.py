@@ -198,7 +198,7 @@ class Advantage(Record):
 class Loss(Record):
     """A policy-gradient loss per token, [B, T] like all its inputs."""
 
-    # its bounds are a band of ratios around 1, with which the gap between engine and trainer is
+    # Its bounds are a band of ratios around 1, with which the gap between engine and trainer is
     # compared
     band: bool = False
     OFFERED = ("log_ratio", "logprobs", "old_logprobs", "advantages", "mask")

@@ -28,7 +28,7 @@ def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Half the square of k1: biased, but its gradient k1 * grad(logprobs) is that of the
+    """Return half the square of k1: biased, but its gradient k1 * grad(logprobs) is that of the
     divergence.
     """
     return 0.5 * k1(logprobs, reference_logprobs).square()

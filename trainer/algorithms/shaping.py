@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def soft_overlong_penalty(lengths: Tensor, longest: int, margin: int) -> Tensor:
-    """Penalty of 0 up to longest - margin tokens, falling in a straight line to -1 at `longest`,
-    and -1 beyond.
+    """Return a penalty of 0 up to longest - margin tokens, falling in a straight line to -1 at
+    `longest`, and -1 beyond.
 
     DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 13, where the margin is 4096 of 20480 tokens.
     Takes lengths [N], `longest` (usually sampling.max_tokens) and `margin` (0..longest; 0: a step

@@ -136,7 +136,7 @@ def _add_columns(facts: Survey, row: RenderedRow, read: Sequence[str], data: Dat
     fields = {key.partition(".")[0] for key in read}
     for name in row.row:
         if name == "answer" and data.answer_key not in (None, "answer"):
-            # a copy of that column for rewards
+            # The row keeps a copy of that column for rewards.
             continue
         columns = facts.columns_read if name in fields or name in read else facts.columns_passed
         columns.append(name)

@@ -44,7 +44,7 @@ from trainer.types import MicroBatch, Sample
 
 MIB = 2**20
 KV_CACHE_GIB = 0.25
-# Of each shift: prompts, and tokens of an answer
+# Prompts of each shift, and tokens of an answer.
 PROMPTS = 8
 TOKENS = 32
 TEMPERATURES = (1.0, 0.7)  # of the answers after the first sync, and after the second

@@ -34,7 +34,7 @@ def export(checkpoint: Path, run: Path) -> Path:
     try:
         marker = (checkpoint / COMPLETE_MARKER).read_bytes()
         if kept.is_file() and kept.read_bytes() == marker:
-            # else a restarted run has reached this step again
+            # Otherwise a restarted run has reached this step again.
             return folder
         verify(checkpoint)
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -75,7 +75,7 @@ def _write_model(checkpoint: Path, config: TrainConfig, folder: Path) -> None:
     if config.lora.rank:
         add_adapters(model, config.lora, torch.float32, "meta")
     with warnings.catch_warnings(action="ignore"):
-        # they are about tensors that are not read from the files
+        # Warnings here are about tensors that are not read from the files.
         hf_format.load_sharded(model, source, torch.device("cpu"), value)
     hf_saving.save_pretrained(model, folder, dtype, source)
     load_tokenizer(config.model).save_pretrained(folder)

@@ -132,7 +132,7 @@ def model_folder(name: str, step: int | None = None) -> Path:
         )
     print(f"the policy of {chosen}, after step {chosen.name.removeprefix('step_')}", file=sys.stderr)
     try:
-        # in a separate process, since the threads of torch's operations would not survive the
+        # In a separate process, since the threads of torch's operations would not survive the
         # guardian's fork
         with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
             return process.submit(export, chosen, run).result()

@@ -40,7 +40,7 @@ def launch(argv: Sequence[str]) -> None:
         print(f"[hotbunk] {forgotten}", file=sys.stderr)
     _require_own_packages()
     for name in [name for name in os.environ if name.startswith("PET_")]:
-        # options of torchrun, of another launcher
+        # Options of torchrun, of another launcher
         del os.environ[name]
     count = _number("NPROC_PER_NODE", 1, 1024)
     nodes = _number("NNODES", 1, 100000)

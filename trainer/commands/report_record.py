@@ -104,7 +104,7 @@ def metric_lines(rows: Rows) -> Iterator[Sequence[str]]:
             continue
         best = ""
         if key == "reward/mean" or key in named:
-            # for the others, it is unclear which direction is better
+            # For the others, it is unclear which direction is better
             best = f"{max(values):.4g} (step {steps[values.index(max(values))]})"
         yield key, f"{values[0]:.4g}", best, f"{values[-1]:.4g}", sparkline(values, 30)
 

@@ -188,7 +188,7 @@ def _check_paths(config: TrainConfig, command: Command) -> Iterator[str]:
         if os.path.exists(path) or path.startswith(made):
             continue
         if Path(path).suffix in (".jsonl", ".json", ".parquet") or not HUB_NAME.fullmatch(path):
-            # it looks local
+            # The path looks like a local one.
             yield f"{key}: there is no file or folder {path}"
     if command != "eval" and (reason := unwritable(config.run.folder)):
         yield (
@@ -292,7 +292,7 @@ def _check_lora(config: TrainConfig, command: str) -> Iterator[str]:
         )
     dtype = config.engine.dtype or config.policy.dtype
     if dtype == "float32" and resolve_device(config) == "cuda":
-        # an assertion in vllm/lora/ops/triton_ops
+        # vLLM asserts this in vllm/lora/ops/triton_ops.
         yield (
             "lora.sync is adapter, impossible on CUDA in float32: set it to merged, or engine.dtype to "
             "bfloat16"

@@ -22,7 +22,7 @@ _RANK_VARIABLES = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RAN
 """The variables that torchrun sets for a rank, with the least value of each."""
 
 FLOAT32_VARIABLES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE", "TRITON_F32_DEFAULT")
-# bytes; of Linux's 4095 for a path, the run's files need some
+# Bytes; of Linux's 4095 for a path, the run's files need some
 _LONGEST_NAME = 255
 _LONGEST_PATH = 3900
 
@@ -117,7 +117,7 @@ def unwritable(folder: Path) -> str | None:
         while not os.path.lexists(path):
             path = path.parent
         with tempfile.TemporaryDirectory(prefix=".hotbunk-", dir=path):
-            # a trial, since root passes permission checks
+            # Only a trial tells, since root passes permission checks.
             return None
     except NotADirectoryError:
         return f"{path} is not a folder"

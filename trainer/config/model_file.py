@@ -213,7 +213,7 @@ def steady_positions(model: dict[str, Any]) -> tuple[str, int] | None:
     """
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        # the values are of layers
+        # Some files have parameters for each kind of layer.
         kind = part.get("rope_type") or part.get("type")
         positions = model.get("max_position_embeddings")
         if kind == "longrope":

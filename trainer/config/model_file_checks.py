@@ -35,7 +35,7 @@ def check_model_file(config: TrainConfig, command: Command, environ: Mapping[str
         return
     if command == "train" and way(config).shares_memory:
         for key in filter(model.get, REPROCESSED_KEYS):
-            # experts are shuffled; weights of latent attention multiplied
+            # Experts are shuffled; weights of latent attention multiplied
             what = REPROCESSED_KEYS[key]
             yield (
                 f"sync.way: vLLM does not keep the {what} of this model as trained ({key}): set it to "

@@ -77,7 +77,7 @@ def load_config(recipe: Path, overrides: list[str]) -> TrainConfig:
     policy = values.get("policy")
     file = policy.get("accelerate_config") if isinstance(policy, dict) else None
     if isinstance(policy, dict) and isinstance(file, str | int | float) and file != "":
-        # the schema refuses ""
+        # The schema refuses ""
         try:
             values["policy"] = policy_keys(Path(expanded(str(file)))) | policy
         except UnsetVariable as error:

@@ -97,7 +97,7 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
         raise UserError(f"no tokenizer can be loaded from {path}: {one_line(error)}") from error
     beyond = unembedded(tokenizer, model)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in beyond:
-        # harmless, since masks depend on positions, not on ids
+        # Harmless, since masks depend on positions, not on ids
         tokenizer.pad_token = tokenizer.eos_token
     for token_id, token in beyond.items():
         if token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id) or token in str(

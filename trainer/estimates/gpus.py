@@ -11,10 +11,10 @@ class Gpu:
     flops: float  # operations a second: bfloat16 products with float32 sums, without sparsity
     memory_gib: float  # size of the device's memory, some of which the driver takes
     memory_rate: float  # bytes a second to and from the device's memory
-    # bytes a second in one direction to the other GPUs of the node: half of the data sheet's
+    # Bytes a second in one direction to the other GPUs of the node: half of the data sheet's
     # figure, which adds both directions; over PCIe if there is no NVLink
     link_rate: float
-    # bytes a second to other nodes, with one network card for each GPU, as in the maker's systems
+    # Bytes a second to other nodes, with one network card for each GPU, as in the maker's systems
     # of eight
     network_rate: float
     pattern: str  # regular expression for the driver's names of GPUs with these `flops`

@@ -232,7 +232,7 @@ _attention_kernel.register_autograd(_backward, setup_context=_save_for_backward)
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
 ) -> Any:
-    """Attention under Transformers' interface."""
+    """Count attention under Transformers' interface."""
     return _attention_kernel(query, key, value), None
 
 

@@ -170,7 +170,7 @@ def engine_parts(
     tokens = int(kv_cache * engine.max_model_len // kv_answer_bytes(config, model, engine.max_model_len))
     fitting = f"{tokens:,} tokens: {tokens // engine.max_model_len} answers of {engine.max_model_len}"
     if config.rollout.slice_tokens is not None:
-        # answers beyond those that fit are preempted and computed again
+        # Answers beyond those that fit are preempted and computed again
         answers = (config.batch.prompts_per_step + prompts_ahead(config)) * config.algorithm.group_size
         share = math.ceil(answers * engine.tensor_parallel_size / engine_workers(config, ranks))
         fitting += f"; at most {min(share, engine.max_num_seqs)} run at a time"

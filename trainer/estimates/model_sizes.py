@@ -35,22 +35,22 @@ class ModelSizes:
     shapes: Shapes  # the shape of each parameter, tied ones once
     layer: int  # elements of the largest decoder layer
     rest: int  # elements of all parameters outside of layers
-    # the shapes of each unit that FSDP2 gathers: layers, embeddings and head if they are separate,
+    # The shapes of each unit that FSDP2 gathers: layers, embeddings and head if they are separate,
     # the rest
     units: Mapping[str, list[torch.Size]] = field(default_factory=dict)
-    # the shapes of those of a layer's parameters that `policy.expert_parallel` splits, by the
+    # The shapes of those of a layer's parameters that `policy.expert_parallel` splits, by the
     # layer's unit
     experts: Mapping[str, list[torch.Size]] = field(default_factory=dict)
     head: int = 0  # elements of the output head, which is in `rest`; 0 if there is none
     tied: bool = False  # True if head and embeddings are one parameter
     normed: int = 0  # elements per token that a layer's norms compute
-    # operations per token
+    # Operations per token
     flops: ModelFlops = ModelFlops(0, 0, 0, 0, 0)  # noqa: RUF009 - it is immutable
-    # shapes of the adapters' factors; without adapters the weights themselves are trained
+    # Shapes of the adapters' factors; without adapters the weights themselves are trained
     adapters: Shapes = field(default_factory=dict)
     # Names of the trained parameters that are matrices of hidden layers
     matrices: frozenset[str] = frozenset()
-    # kernels of the decoder layers, counted (`trainer.estimates.kernels`) where seconds are
+    # Kernels of the decoder layers, counted (`trainer.estimates.kernels`) where seconds are
     # estimated
     kernels: KernelCounts = KernelCounts()  # noqa: RUF009 - it is immutable
 

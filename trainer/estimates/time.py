@@ -291,7 +291,7 @@ def _update(
     )
     busy = products + elementwise + waited
     if policy.offload_activations:
-        # to the host in forward and back in backward, on the stream that computes
+        # To the host in forward and back in backward, on the stream that computes
         size = (
             recomputed_layers(policy, model)
             * tokens

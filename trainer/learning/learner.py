@@ -46,7 +46,7 @@ class Learner:
     # Weights of the reward functions, by label
     reward_weights: dict[str, float] = field(default_factory=dict)
     critic: Critic | None = None  # a critic with a trunk of its own
-    # collective: waiting or unfinished answers, some of which the policy's current version has
+    # Collective: waiting or unfinished answers, some of which the policy's current version has
     # sampled
     untrained: Callable[[], list[Answer]] = list
     # Which of those tried stay (`RunState.shortcuts`)
@@ -199,7 +199,7 @@ class Learner:
                     mark_high_entropy(batches, outputs, algorithm.high_entropy_share)
         batches = [batch for minibatch in minibatches for batch in minibatch.batches]
         if self.reference is not None:
-            # once a step, since its weights may have to come from host memory
+            # Once a step, since its weights may have to come from host memory
             for batch, ref in zip(batches, self.reference.score(batches, temperature), strict=True):
                 batch.ref_logprobs = ref.logprobs
         if self.critic is not None:

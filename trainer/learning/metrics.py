@@ -225,8 +225,8 @@ def share_metrics(minibatches: list[MiniBatch], least: int) -> Metrics:
 
 
 def stale_metrics(old: list[tuple[Tensor, Tensor, Tensor]]) -> Metrics:
-    """Mean distance (nats) of the policy from the earlier versions that sampled trained tokens.
-    Collective.
+    """Return the mean distance (nats) of the policy from the earlier versions that sampled trained
+    tokens. Collective.
 
     `old` is `PolicyLoss.old`. stale/log_ratio is over all such tokens, stale/log_ratio_N over those
     that are N updates old. Empty if there are none.

@@ -68,7 +68,7 @@ def undecided(config: TrainConfig, policy: Policy, decisions: dict[str, bool]) -
     if config.batch.shared_min is not None:
         taken.append(Shortcut.PREFIXES)
     if any(name.endswith(".sinks") for name, _ in policy.model.named_parameters()):
-        # as those of gpt-oss
+        # gpt-oss has sinks, for example.
         taken.append(Shortcut.SINKS)
     return [shortcut for shortcut in taken if shortcut not in decisions]
 

@@ -97,7 +97,7 @@ def attention(
     softcap: float | None = None,  # the soft cap of the scores
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention under Transformers' interface; it makes masks itself, if it needs them.
+    """Compute attention under Transformers' interface; it makes masks itself, if it needs them.
 
     Without `cu_seq_lens_q` there are B sequences of T. Returns [B, T, heads, D], and no attention
     weights. Raises UserError if the model uses another argument, such as a bias of the scores.
@@ -203,7 +203,8 @@ class Paths(torch.autograd.Function):
 def _causal(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None, window: int | None
 ) -> Tensor:
-    """Causal attention over sequences of one length; the result is [B, heads, T, D] like the query.
+    """Return causal attention over sequences of one length; the result is [B, heads, T, D] like the
+    query.
 
     There may be more keys than queries, which are those of the last T positions.
     """
@@ -236,7 +237,7 @@ def _by_blocks(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Causal attention with sinks or a soft cap, in blocks of queries whose scores backward
+    """Return causal attention with sinks or a soft cap, in blocks of queries whose scores backward
     computes again.
     """
     length = query.shape[2]
@@ -266,7 +267,9 @@ def _block(
     scale: float,
     window: int,
 ) -> Tensor:
-    """Attention of the last R of C positions by a softmax of all scores, in float32 or wider."""
+    """Return the attention of the last R of C positions by a softmax of all scores, in float32 or
+    wider.
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
     groups = key.shape[1]
     columns = key.shape[2]

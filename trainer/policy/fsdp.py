@@ -124,8 +124,8 @@ class ShardedModel(Offloadable):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Live sharded tensors of the trained parameters, for torch.distributed.checkpoint to save
-        and load.
+        """Return the live sharded tensors of the trained parameters, for
+        torch.distributed.checkpoint to save and load.
 
         With adapters, the base is loaded from `model.path` again. The optimizer's step count is
         `version`, and the learning rate is a function of it and of the run's step, so neither is
@@ -156,8 +156,8 @@ class ShardedModel(Offloadable):
         set_steps(self.optimizer, self.version)
 
     def _birthplace(self, trainable: bool) -> torch.device:
-        """Host memory for what is there while engines are awake: the device may never have room for
-        all of it.
+        """Return host memory for what is there while engines are awake: the device may never have
+        room for all of it.
         """
         settings = self.config
         away = settings.offload != "none" if trainable else settings.offload_reference is not False
@@ -181,7 +181,7 @@ class ShardedModel(Offloadable):
         return (tensor for tensor in tensors if tensor.device.type == self.device.type)
 
     def _weights(self) -> Iterator[Tensor]:
-        # a generation shift does not need them once the engines have them
+        # A generation shift does not need them once the engines have them
         return self.module.parameters()
 
     def _shard(self) -> None:

@@ -64,7 +64,7 @@ def logits_of(model: "PreTrainedModel") -> Logits:
     cause = None
     try:
         with _disable_current_modes(), torch.no_grad():
-            # such as fake tensors, of which no values could be read
+            # Such as fake tensors, of which no values could be read
             logits = _probed(model)
     except Exception as error:  # the model's own code may raise anything
         cause = error

@@ -123,7 +123,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, wide: bool, hea
     in the engine.
     """
     if wide and hidden.is_cuda:
-        # reads bfloat16, sums and writes float32, without a float32 copy of the weight
+        # Reads bfloat16, sums and writes float32, without a float32 copy of the weight
         products = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         return head.of(products if bias is None else products.add_(bias))
     logits = head.of(torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias))
@@ -165,7 +165,7 @@ class _TargetLogprobs(torch.autograd.Function):
         chosen, total, weighted = (
             torch.zeros(len(targets), dtype=dtype, device=hidden.device) for _ in range(3)
         )
-        # finite, as infinity times 0 is no number
+        # Finite, as infinity times 0 is no number
         maximum = torch.full_like(total, torch.finfo(dtype).min / 4)
         for part in _parts(weight.shape[0], columns):
             operands = _head_operands(weight, bias, part, wide)

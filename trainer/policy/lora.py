@@ -124,7 +124,7 @@ def _unfit_names(model: PreTrainedModel, lora: LoraConfig) -> dict[str, str]:
             unfit[name] = "PEFT takes them for the names of experts, which are fused"
     for mixer in model.modules():
         if {"A_log", "D"} <= mixer._parameters.keys():
-            # of Mamba; PEFT refuses some names in some of its models
+            # These are Mamba's; PEFT refuses some names in some of its models.
             names = [
                 name
                 for name, part in mixer.named_children()
@@ -233,7 +233,7 @@ def peft_name(name: str) -> str:
 
 
 def factors(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Both factors of every adapter, by their names in memory."""
+    """Return both factors of every adapter, by their names in memory."""
     return {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
 
 

@@ -253,8 +253,8 @@ def _trial(
     saved: Mapping[str, Tensor] | None = None,
     rows: slice = slice(None),
 ) -> dict[str, Tensor]:
-    """Small weights, and all that a checkpoint has of their state, after some steps from where
-    `saved` was taken.
+    """Return small weights, and all that a checkpoint has of their state, after some steps from
+    where `saved` was taken.
     """
     weights = _trial_weights(rows=rows)
     optimizer = make_optimizer(weights, ("hidden",), settings)

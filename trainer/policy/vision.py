@@ -87,7 +87,7 @@ class Vision:
         indices = starts[: len(batch.lengths), None] + torch.arange(width)
         encoded = [span.image for span in spans]
         if pack and pack.tree:
-            # an image of a common beginning is there once, and equal ones are encoded once
+            # An image of a common beginning is there once, and equal ones are encoded once
             indices = pack_indices(pack.tree.trie, starts, width)
             first = {int(indices[span.row, span.start]): span for span in reversed(spans)}
             spans = [first[index] for index in sorted(first)]
@@ -130,8 +130,8 @@ class Vision:
     def _positions(
         self, batch: MicroBatch, sizes: list[int], numbers: dict[str, int], images: dict[str, Tensor]
     ) -> Tensor:
-        """Rotary positions by axis, [axes, B, T] or [axes, 1, N] for a pack, where each sequence
-        begins at 0.
+        """Return rotary positions by axis, [axes, B, T] or [axes, 1, N] for a pack, where each
+        sequence begins at 0.
 
         Positions that continue through a pack are a known mistake
         (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819). `numbers` are the places in
@@ -142,7 +142,7 @@ class Vision:
         wanted = inspect.signature(self._trunk.get_rope_index).parameters
         runs = [(row, 0, size) for row, size in enumerate(sizes)]
         if pack and pack.tree:
-            # no run begins or ends within an image, since its tokens are equal or different as one
+            # No run begins or ends within an image, since its tokens are equal or different as one
             runs = [(node.row, node.begin, node.end) for node in pack.tree.trie[0]]
         for row, begin, end in runs:
             inside = [span for span in batch.images if span.row == row and span.start < end]

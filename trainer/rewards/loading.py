@@ -37,7 +37,7 @@ class BoundReward:
     function: Callable[..., Any]
     keywords: frozenset[str]
     kwargs: dict[str, Any]
-    # returns a completion's vote for majority votes, or None: by default the text; otherwise a
+    # Returns a completion's vote for majority votes, or None: by default the text; otherwise a
     # built-in function's extractor, or the attribute `extract` of the user's function or class
     extract: Callable[[str], Any] = str.strip
 

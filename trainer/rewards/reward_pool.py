@@ -51,7 +51,7 @@ _LONGEST_ERROR = 300  # characters
 _LONGEST_REPLY = 128 * 1024  # bytes; a longer packet is truncated and ignored
 _PIECE = 32 * 1024  # bytes of a question in one packet
 _HEADER = struct.Struct("<QQ")  # a question's number and its size in bytes
-# process, user and group of a packet's sender, as the kernel reports them
+# The process, user and group of a packet's sender, as the kernel reports them
 _CREDENTIALS = struct.Struct("3i")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -451,7 +451,7 @@ def _answer(connection: socket.socket, specs: Specs) -> None:
 
     def send(reply: _Reply) -> None:
         if os.getpid() != worker:
-            # user code has forked this process, which has returned from the function
+            # User code has forked this process, which has returned from the function
             os._exit(0)
         packet = msgspec.json.encode(reply._replace(error=_valid(reply.error)[: 2 * _LONGEST_ERROR]))
         if len(packet) > _LONGEST_REPLY:

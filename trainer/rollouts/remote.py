@@ -176,7 +176,7 @@ class RemoteSource:
         return last.figures | {"stale/share": 1.0} | older
 
     def _order_ahead(self, step: int, position: int) -> None:
-        """With a lag, has the answers of the next step ordered when this shift is over."""
+        """With a lag, have the answers of the next step ordered when this shift is over."""
         if self._config.rollout.lag and step < self._config.run.steps:
             self._engines.then = partial(self._order, Order(step + 1, -1, position))
 

@@ -117,7 +117,7 @@ def write(folder: Path, snapshot: Snapshot, among: Ranks = CREW) -> Path:
             alone = not dist.is_initialized()
             dcp.save(snapshot.tensors, storage_writer=writer, process_group=among.channel, no_dist=alone)
         except CheckpointException as failed:
-            # a BaseException (torch/distributed/checkpoint/api.py) few handlers see
+            # A BaseException (torch/distributed/checkpoint/api.py) few handlers see
             who, (error, _) = next(iter(failed.failures.items()))
             raise RuntimeError(f"rank {who}: {type(error).__name__}: {error}") from failed
         write_whole(temporary / f"rank_{rank()}.json", json.dumps(snapshot.random_states))
@@ -336,7 +336,7 @@ def _publish(temporary: Path, final: Path, digests: str) -> None:
     replaced = final.with_name(f"{final.name}.old.tmp")
     _clear(replaced)
     if os.path.lexists(final):
-        # the run has started over; a folder cannot be renamed onto a non-empty one
+        # The run has started over; a folder cannot be renamed onto a non-empty one
         final.rename(replaced)
     _sync(temporary)
     temporary.rename(final)

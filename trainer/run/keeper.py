@@ -309,7 +309,7 @@ class CheckpointWriter:
         try:
             self.wait()
         except Exception as error:
-            # the run may be ending with another error, which must not be replaced
+            # The run may be ending with another error, which must not be replaced
             print(f"[hotbunk] the last checkpoint was not written: {error}", file=sys.stderr)
 
     def _write(self, snapshot: checkpoint.Snapshot) -> None:

@@ -102,7 +102,7 @@ def start_guardian(*kept: int) -> Path:
         launcher = os.environ.get("HOTBUNK_LAUNCHER")  # the launcher has set it
         guardian.die_with(os.getppid())
         if launcher is not None and int(launcher) not in _ancestors():
-            # it died while this process was being started
+            # It died while this process was being started
             os.kill(os.getpid(), signal.SIGKILL)
     _folder, lock = guardian.private_folder(str(_rank()))
     _go_below_guardians(_folder, (lock, *kept))

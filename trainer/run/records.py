@@ -41,11 +41,11 @@ def whole_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     null bytes.
     """
     for line in path.read_bytes().split(b"\n") if path.is_file() else ():
-        # answers may contain other line separators
+        # Answers may contain other line separators
         try:
             row = json.loads(line.decode())
         except (ValueError, RecursionError):
-            # invalid JSON or UTF-8, or a number that is too long for Python
+            # Invalid JSON or UTF-8, or a number that is too long for Python
             continue
         if isinstance(row, dict) and type(row.get("train/step")) is int:  # a bool is also an int
             yield line, row

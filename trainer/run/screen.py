@@ -219,7 +219,7 @@ class _Replacing:
 
 @contextmanager
 def _prints_replace_the_line(console: Console) -> Iterator[None]:
-    """While the block runs, has prints replace what `console` shows on the terminal's current
+    """While the block runs, have prints replace what `console` shows on the terminal's current
     line.
     """
     output = sys.stdout

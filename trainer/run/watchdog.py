@@ -57,7 +57,7 @@ _ALARM = "watchdog/alarm"
 _WHY = "watchdog/why"
 _CALL = "watchdog/call"
 _BEAT_SECONDS = 5.0
-# Without a beat; longer than C code holds the interpreter's lock or a rank is stopped
+# The longest time without a beat: longer than C code holds the interpreter's lock.
 _SILENT_SECONDS = 120.0
 _CALL_SECONDS = 3.0  # several polls, in which every living rank answers
 _STDERR = 2  # a descriptor, since sys.stderr may have been replaced by an object without one
@@ -142,7 +142,7 @@ class Watchdog:
             yield
         except Exception as error:
             if not isinstance(error, RemoteError) and not hasattr(error, "__notes__"):
-                # the former names its phase
+                # The former names its phase
                 error.add_note(f"in phase {self.current_phase()} on {self._device}")
             raise
         finally:

@@ -257,7 +257,7 @@ def _engine(args: Mapping[str, Any]) -> dict[str, Any]:
     share = arguments.get("gpu_memory_utilization", 1)
     checked("gpu_memory_utilization", share, int | float, lambda v: 0 < v <= 1, "in (0, 1]")
     for key in ("block_size", "max_num_batched_tokens"):
-        # both in tokens; "16 MB" in ChatLearn's docs is a mistake
+        # Both in tokens; "16 MB" in ChatLearn's docs is a mistake
         if key in args:
             _whole(args, key, 1)
     for name, aliases in _ALIASES.items():

@@ -252,7 +252,7 @@ class VllmGeneration(_Batches, GenerationInterface):
                 with ThreadPoolExecutor(count) as pool:
                     [*pool.map(start, bundles)]
             else:
-                # one after the other, since starting an engine changes the environment variables of
+                # One after the other, since starting an engine changes the environment variables of
                 # this process
                 [*map(start, bundles)]
         self._choose = LoadBalancer(self.workers, "requests").select_actor

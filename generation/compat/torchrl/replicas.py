@@ -306,7 +306,7 @@ class RayReplica(ServiceReplica):
                 self.cache_usage = await self.actor.call("get_cache_usage")
                 await asyncio.sleep(0.5)
         except ray_module().exceptions.RayError as error:
-            # callers get the same error from their requests
+            # Callers get the same error from their requests
             log.warning("Actor %s no longer reports its load: %s", self.name, error)
         finally:
             self.cache_usage = None

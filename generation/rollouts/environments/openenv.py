@@ -50,7 +50,7 @@ class OpenEnv:
         try:
             result = await self._client.step(action)
         except (TimeoutError, asyncio.CancelledError):
-            # the late answer would be taken as that to the next action
+            # The late answer would be taken as that to the next action
             self._lost = True
             raise
         self._earned += float(result.reward or 0.0)
