@@ -53,7 +53,7 @@ def test_the_example_loop_trains_and_its_parts_agree(tiny_qwen2: Path, tmp_path:
 def test_a_policy_updates_nemo_rls_engines(call: str, tiny_qwen2: Path, tmp_path: Path) -> None:
     """Return weights change where the page says `train here`; plain Transformers with the same changes answers the same."""
     code = code_with(call)
-    assert code.count("\n") < 40
+    assert code.count("\n") < 45
     code, changes = re.subn(r"# train here.*", TRAINED, code)
     printed = printed_by(code, tiny_qwen2, tmp_path)
     answers = re.findall(r"^(\d) (\[\[.*?\]\]) (\[\[.*?\]\])$", printed, re.MULTILINE)
