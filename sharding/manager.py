@@ -94,8 +94,11 @@ class ShardingManager:
         }
         ranks = exchange(mine)
         size = self._group_size
-        groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
-        return [{r["device_id"]: [r["endpoint"], r["secret"]] for r in group} for group in groups]
+        addresses = []
+        for first in range(0, len(ranks), size):
+            group = ranks[first : first + size]
+            addresses.append({r["device_id"]: [r["endpoint"], r["secret"]] for r in group})
+        return addresses
 
     def connect(self, calls: Sequence[Any] = ()) -> None:
         """Pair every rank with the worker on its device. Collective; engines must be running.

@@ -218,11 +218,10 @@ def stateless_init_process_group(
             f"rank {rank} is a worker's, which joins with init_weight_update_group: here is rank 0's end"
         )
     if device is None:
-        device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+        else:
+            device = torch.device("cpu")
     group = Broadcast(device, world_size - 1, timeout, master_address or "127.0.0.1", int(master_port))
     group.listen()
     group.meet(())

@@ -134,11 +134,9 @@ class RemoteEngines:
         while True:
             members = self._hear("members")
             try:
-                sender = (
-                    self._gather(members)
-                    if any(member["joined"] for member in members)
-                    else self._sender
-                )
+                sender = self._sender
+                if any(member["joined"] for member in members):
+                    sender = self._gather(members)
                 assert sender is not None
                 return sender.send(version, self._calls())
             except RemoteError:

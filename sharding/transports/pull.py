@@ -172,29 +172,23 @@ class Pull(Staged):
             for parameter in self._held.parameters()
             if parameter.name in shards
         }
-        parts = {
-            name: [
-                part
-                for who in holders[name]
-                if name in ranges[who]
-                for part in _parts(parameter, here.index(who), *ranges[who][name])
-            ]
-            for name, parameter in held.items()
-        }
+        parts: dict[str, list[list[Any]]] = {name: [] for name in held}
+        for name, parameter in held.items():
+            for who in holders[name]:
+                if name in ranges[who]:
+                    parts[name] += _parts(parameter, here.index(who), *ranges[who][name])
         additions = self._source.additions()
-        self._added = {
-            name: [
-                held[name].pieces[0].name,
-                scale,
-                *([held[f].pieces[0].shape, parts[f]] for f in (b, a)),
-            ]
-            for name, (scale, b, a) in additions.items()
-            if {name, b, a} <= parts.keys() and len(held[name].pieces) == 1
-        }
+        added: dict[str, list[Any]] = {}
+        for name, (scale, b, a) in additions.items():
+            if {name, b, a} <= parts.keys() and len(held[name].pieces) == 1:
+                factors = [[held[factor].pieces[0].shape, parts[factor]] for factor in (b, a)]
+                added[name] = [held[name].pieces[0].name, scale, *factors]
+        self._added = added
+        # A weight with an addition is read only where the workers can add it
         self._parts = {
             parameter.name: parts[parameter.name]
             for parameter in self._source.parameters()
-            if parameter.name in (self._added if parameter.name in additions else parts)
+            if parameter.name in (added if parameter.name in additions else parts)
         }
 
     def _elements(self, name: str) -> tuple[int, str]:
@@ -210,11 +204,12 @@ class Pull(Staged):
         """Return the parameters that cannot be pulled: those with a weight in `unsplit`, and those
         that no rank holds as runs of elements.
         """
-        return [
-            p
-            for p in parameters
-            if p.name not in self._parts or any(piece.name in unsplit for piece in p.pieces)
-        ]
+        staged = []
+        for parameter in parameters:
+            whole = any(piece.name in unsplit for piece in parameter.pieces)
+            if whole or parameter.name not in self._parts:
+                staged.append(parameter)
+        return staged
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
         """Make the staging buffers, if there is anything to stage."""

@@ -78,8 +78,13 @@ class ZeroCopy(Staged):
         shared = self._call("hotbunk_share_weights").result(self._timeout)[0]
         starts = shared["places"]
         storages = open_memory(shared["handle"], self._device)
-        self._sent = [p for p in self._parameters if not all(piece.name in starts for piece in p.pieces)]
-        shares = [parameter for parameter in self._parameters if parameter not in self._sent]
+        self._sent = []
+        shares = []
+        for parameter in self._parameters:
+            if all(piece.name in starts for piece in parameter.pieces):
+                shares.append(parameter)
+            else:
+                self._sent.append(parameter)
         self._compute_in({p.name: memory_of(p, starts, storages) for p in shares})
         wait_for_writes(self._device)
         self.in_place = True

@@ -237,11 +237,9 @@ def device_id(device: torch.device, rank_in_group: int) -> str:
     """Return the name of a rank's and its worker's device: the UUID on CUDA, `cpu:<rank in the
     engine group>` on CPU.
     """
-    return (
-        str(torch.cuda.get_device_properties(device).uuid)
-        if device.type == "cuda"
-        else f"cpu:{rank_in_group}"
-    )
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return f"cpu:{rank_in_group}"
 
 
 def release_pages(tensors: Iterable[torch.Tensor]) -> int:

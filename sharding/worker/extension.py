@@ -421,8 +421,6 @@ class VllmInternalWorkerExtension:
 
 
 def _tensors(nested: Any) -> list[Tensor]:
-    return (
-        [nested]
-        if isinstance(nested, Tensor)
-        else [tensor for item in nested for tensor in _tensors(item)]
-    )
+    if isinstance(nested, Tensor):
+        return [nested]
+    return [tensor for item in nested for tensor in _tensors(item)]

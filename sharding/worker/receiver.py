@@ -137,7 +137,9 @@ class Receiver:
                 self._loader.finish()
                 self.outcome.unreplayable = self._loader.unreplayable()
                 self.outcome.left_out = self._loader.left_out
-                held = {name: [target for _, target in copies] for name, copies in self._sealed.items()}
+                held = {}
+                for name, copies in self._sealed.items():
+                    held[name] = [target for _, target in copies]
                 answer = {"digests": digests_of(held, self._verify.get("seed"))}
             case "compare":
                 views = views_of(carrier.bucket(message), message)  # taken off the carrier in any case
@@ -168,7 +170,9 @@ class Receiver:
             }
         unsplit = self._loader.whole()
         records = recording is not None and unsplit is None
-        views = {name: [view for view, _ in copies] for name, copies in self._sealed.items()}
+        views = {}
+        for name, copies in self._sealed.items():
+            views[name] = [view for view, _ in copies]
         return {"plain": self._loader.plain, "views": views, "whole": unsplit, "records": records}
 
     def _load(self, buffer: torch.Tensor, message: dict[str, Any]) -> None:

@@ -200,36 +200,35 @@ class Recording:
         """Make the recorded copies of these weights, all of which are replayable, wherever they lie
         now.
         """
-        _copy_all(
-            [
-                (copy.target, copy.source(weight))
-                for name, weight in weights
-                for copy in self.copies[name]
-            ]
-        )
+        pairs = []
+        for name, weight in weights:
+            pairs += [(copy.target, copy.source(weight)) for copy in self.copies[name]]
+        _copy_all(pairs)
 
     def replay_parts(self, parts: list[Part]) -> list[list[Tensor]]:
         """Replay the copies of elements of weights, cast if they come in another dtype. Return the
         views written for each part. The copies that belong to a part are worked out once.
         """
         by_part = [self._copies_within(name, first, values.numel()) for name, first, values in parts]
-        pairs = zip(by_part, (values for _, _, values in parts), strict=True)
-        _copy_all([(copy.target, copy.source(values)) for copies, values in pairs for copy in copies])
-        return [[copy.target for copy in copies] for copies in by_part]
+        written = []
+        pairs = []
+        for copies, (_, _, values) in zip(by_part, parts, strict=True):
+            written.append([copy.target for copy in copies])
+            pairs += [(copy.target, copy.source(values)) for copy in copies]
+        _copy_all(pairs)
+        return written
 
     def recall(self, weights: NamedTensors, parts: list[Part]) -> None:
         """Make the copies of `replay` and `replay_parts` the other way round: into weights, out of
         the parameters. Weights that are not replayable stay as they are.
         """
-        copies = [
-            (copy, weight)
-            for name, weight in weights
-            if self.replayable(name)
-            for copy in self.copies[name]
-        ]
-        copies += [
-            (c, v) for name, first, v in parts for c in self._copies_within(name, first, v.numel())
-        ]
+        copies = []
+        for name, weight in weights:
+            if self.replayable(name):
+                copies += [(copy, weight) for copy in self.copies[name]]
+        for name, first, values in parts:
+            within = self._copies_within(name, first, values.numel())
+            copies += [(copy, values) for copy in within]
         pairs = []
         for copy, weight in copies:
             # An expanded dimension, once

@@ -209,12 +209,14 @@ class StorageCarrier:
         messages = [
             {**bucket, **common, "number": at} for at, bucket in enumerate(self._manifest["buckets"])
         ]
+        held = self._buckets.held
         for at, message in enumerate(messages):
-            for ahead in (
-                messages[0 : self._buckets.held]
-                if at == 0
-                else messages[at - 1 + self._buckets.held :][:1]
-            ):
+            # At first as many as there are buffers, then one whenever one has been loaded
+            if at == 0:
+                following = messages[:held]
+            else:
+                following = messages[at - 1 + held :][:1]
+            for ahead in following:
                 self._buckets.expect(ahead)
             yield message
 
