@@ -269,13 +269,14 @@ class History:
             so_far = generation.prompt_text + generation.text
             return key.startswith(so_far) and (bool(generation.text) or len(key) > len(so_far))
 
-        for generation in reversed(self._by_position.get(position, []) if position is not None else []):
+        same_position = [] if position is None else self._by_position.get(position, [])
+        for generation in reversed(same_position):
             if not generation.continued and fits(generation):
                 return generation
-        for length in sorted((n for n in list(self._lengths) if n <= len(key)), reverse=True):
-            if equal := [
-                generation for generation in self._by_prompt.get(key[:length], []) if fits(generation)
-            ]:
+        lengths = [length for length in list(self._lengths) if length <= len(key)]
+        for length in sorted(lengths, reverse=True):
+            recorded = self._by_prompt.get(key[:length], [])
+            if equal := [generation for generation in recorded if fits(generation)]:
                 return _nearest(equal, position)
         return None
 
@@ -291,11 +292,11 @@ class History:
             if (message := messages[count - 1]).get("role") == "assistant":
                 answers = self._by_chat.get(_chat_key(messages[: count - 1]), [])
                 key = _identity(message)
-                equal = [
-                    g
-                    for g, noted in answers
-                    if (echoes(message, g.text) if noted is None else noted == key)
-                ]
+                equal = []
+                for generation, noted in answers:
+                    same = echoes(message, generation.text) if noted is None else noted == key
+                    if same:
+                        equal.append(generation)
                 if equal:
                     answer = _nearest(equal, position)
                     return KnownPrefix(answer.ids, count, answer)
@@ -339,11 +340,9 @@ def _identity(message: Message) -> Any:
     calls = [call.get("function") or call for call in message.get("tool_calls") or []]
     called = [[call.get("name"), parsed_arguments(call.get("arguments"))] for call in calls]
     content = message.get("content")
-    images = (
-        []
-        if content is None or isinstance(content, str)
-        else [part for part in content if _is_image(part)]
-    )
+    images = []
+    if content is not None and not isinstance(content, str):
+        images = [part for part in content if _is_image(part)]
     digests = [
         hashlib.sha256(json.dumps(part, sort_keys=True, default=repr).encode()).hexdigest()
         for part in images
@@ -447,9 +446,13 @@ def content_text(content: Any) -> str:
         return content or ""
     if not isinstance(content, Iterable) or isinstance(content, Mapping):
         return json.dumps(content, sort_keys=True, default=repr)
-    return "".join(
-        part.get("text") or "" if isinstance(part, Mapping) else str(part) for part in content
-    )
+    texts = []
+    for part in content:
+        if isinstance(part, Mapping):
+            texts.append(part.get("text") or "")
+        else:
+            texts.append(str(part))
+    return "".join(texts)
 
 
 def parsed_arguments(arguments: Any) -> Any:

@@ -30,27 +30,28 @@ def split_images(
                 dict(part) if isinstance(part, Mapping) else {"type": "text", "text": part}
                 for part in content
             ]
+            placed: list[dict[str, Any]] = []
             for part in parts:
-                if (kind := part.get("type")) in ("image", "image_url"):
-                    if (source := _source_in(part)) is None and (source := next(rest, None)) is None:
+                kind = part.get("type")
+                if kind in ("image", "image_url"):
+                    source = _source_in(part)
+                    if source is None:
+                        source = next(rest, None)
+                    if source is None:
                         raise ValueError("has a place for an image, but no image for it")
                     sources.append(source)
-                elif kind not in ("text", None) or not isinstance(part.get("text"), str):
+                    placed.append({"type": "image"})
+                elif kind in ("text", None) and isinstance(part.get("text"), str):
+                    placed.append({"type": "text", "text": part["text"]})
+                else:
                     raise ValueError(
                         f"has a message with a part of the type {kind!r}: it must be text or image"
                     )
-            texts = [part["text"] if part.get("type") in ("text", None) else None for part in parts]
-            content = [
-                {"type": "image"} if text is None else {"type": "text", "text": text} for text in texts
-            ]
-            message = {**message, "content": content}
+            message = {**message, "content": placed}
         plain.append(dict(message))
     left = list(rest)
-    if (
-        left
-        and not sources
-        and (first := next((m for m in plain if m.get("role") == "user"), None)) is not None
-    ):
+    first = next((message for message in plain if message.get("role") == "user"), None)
+    if left and not sources and first is not None:
         text = first.get("content") or ""
         parts = [{"type": "text", "text": text}] if isinstance(text, str) else text
         first["content"] = [*({"type": "image"} for _ in left), *parts]

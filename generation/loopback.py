@@ -26,7 +26,10 @@ def foreign_host(header: str) -> str:
     otherwise read answers (DNS rebinding). The header may be empty, since HTTP/1.0 leaves it out.
     """
     host = header.strip()
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if host.startswith("["):
+        name = host[1:].partition("]")[0]
+    else:
+        name = host.partition(":")[0]
     return "" if not name or is_loopback(name) else name
 
 
@@ -37,5 +40,6 @@ def off_proxies(environ: Mapping[str, str]) -> dict[str, str]:
     variables: dict[str, str] = {}
     for name in ("NO_PROXY", "no_proxy"):
         hosts = [host for host in environ.get(name, "").split(",") if host]
-        variables[name] = ",".join([*hosts, *(host for host in _NAMES if host not in hosts)])
+        hosts += [host for host in _NAMES if host not in hosts]
+        variables[name] = ",".join(hosts)
     return variables

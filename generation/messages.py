@@ -159,7 +159,8 @@ def _clean_part(part: Any, name: str) -> CleanMessage:
 def _clean_calls(calls: Any, name: str) -> list[CleanMessage]:
     if isinstance(calls, str):
         calls = _parsed(calls, f"{name} whose tool_calls are text that is not JSON")
-    return [_clean_call(call, name) for call in (calls if isinstance(calls, list) else [calls])]
+    listed = calls if isinstance(calls, list) else [calls]
+    return [_clean_call(call, name) for call in listed]
 
 
 def _clean_call(call: Any, name: str) -> CleanMessage:
@@ -202,7 +203,8 @@ def chosen_tools(value: Any, offered: Sequence[CleanMessage]) -> list[CleanMessa
         return list(offered)
     if isinstance(value, str):
         value = _parsed(value, "has tools that are text, but not JSON") if value.strip() else []
-    tools = [_tool(tool) for tool in (value if isinstance(value, list) else [value])]
+    listed = value if isinstance(value, list) else [value]
+    tools = [_tool(tool) for tool in listed]
     if not offered:
         if names := [tool for tool in tools if isinstance(tool, str)]:
             raise ValueError(
@@ -413,11 +415,13 @@ def plain_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Return the ids of texts with the tokenizer's special tokens, but no second BOS before a text
     that has one.
     """
-    encoded: list[list[int]] = (
-        tokenizer(list(texts), add_special_tokens=True)["input_ids"] if texts else []
-    )
+    if not texts:
+        return []
+    encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=True)["input_ids"]
     bos = tokenizer.bos_token_id
-    return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in encoded]
+    if bos is None:
+        return encoded
+    return [ids[1:] if ids[:2] == [bos, bos] else ids for ids in encoded]
 
 
 def chat_form(tokenizer: Any) -> ChatForm:

@@ -95,11 +95,9 @@ def device_names() -> list[str]:
     without CUDA.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (
-        [name.strip() for name in visible.split(",")]
-        if visible
-        else list(map(str, range(device_count())))
-    )
+    if visible:
+        return [name.strip() for name in visible.split(",")]
+    return [str(index) for index in range(device_count())]
 
 
 def first_devices(count: int) -> tuple[int, ...]:
@@ -174,10 +172,11 @@ def full_uuids(devices: list[str]) -> list[str]:
     if not any(device.startswith("GPU-") for device in devices):
         return devices
     uuids = _ask_driver("uuid").split()
-    return [
-        next((uuid for uuid in uuids if "-" in device and uuid.startswith(device)), device)
-        for device in devices
-    ]
+    completed = []
+    for device in devices:
+        matching = [uuid for uuid in uuids if "-" in device and uuid.startswith(device)]
+        completed.append(matching[0] if matching else device)
+    return completed
 
 
 def _ask_driver(properties: str, *options: str) -> str:

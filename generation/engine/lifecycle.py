@@ -67,11 +67,9 @@ class EngineLifecycle:
         return self.version
 
     def _stale(self, policy: str = "") -> EngineStateError:
-        held = (
-            "no version (they were dropped or never sent)"
-            if self.version is None
-            else f"version {self.version}"
-        )
+        held = f"version {self.version}"
+        if self.version is None:
+            held = "no version (they were dropped or never sent)"
         return EngineStateError(
             f"cannot generate: the engine holds weights of {held}{policy}; sync the weights first"
         )

@@ -148,9 +148,7 @@ def cluster_address() -> str:
     """
     import ray
 
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    return (
-        ray.get_runtime_context().gcs_address
-        if len({node["NodeManagerHostname"] for node in nodes}) > 1
-        else ""
-    )
+    machines = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
+    if len(machines) < 2:
+        return ""
+    return ray.get_runtime_context().gcs_address

@@ -189,9 +189,11 @@ class ReplicatedEngine(Engine):
             self._start_another()
         no_room = asyncio.get_running_loop().call_later(_ROOM_SECONDS, self._log_no_room)
         try:
-            while not (started := [r for r in self._starting if r.started.done()]) or len(started) < sum(
-                r.placed.done() for r in self._starting
-            ):
+            while True:
+                started = [r for r in self._starting if r.started.done()]
+                placed = [r for r in self._starting if r.placed.done()]
+                if started and len(started) >= len(placed):
+                    break
                 await asyncio.wait([r.started for r in self._starting], timeout=_LOOK_SECONDS)
                 for replica in [r for r in self._starting if r.started.done() and r.started.exception()]:
                     await replica.started  # raises: settings that vLLM rejects would fail again

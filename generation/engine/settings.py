@@ -238,7 +238,9 @@ def cpu_binding(workers: Sequence[int], processes: int) -> dict[str, Any]:
     bound = tuple(cores[k % len(cores)] for k in workers) if len(workers) > 1 else ()
     # OpenMP also ignores other values
     limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    threads = min(len(cores) // processes, int(limit) if limit.isdecimal() else len(cores))
+    threads = len(cores) // processes
+    if limit.isdecimal():
+        threads = min(threads, int(limit))
     return {"cpu_threads": max(1, threads), "cpu_cores": bound}
 
 

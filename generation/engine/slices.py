@@ -179,11 +179,9 @@ class Turnstile:
         """A copy of the parked answer; None unless the episode is parked with exactly one
         answer.
         """
-        return (
-            replace(next(iter(self._waiting.values())))
-            if self.parked and len(self._waiting) == 1
-            else None
-        )
+        if not self.parked or len(self._waiting) != 1:
+            return None
+        return replace(next(iter(self._waiting.values())))
 
     @property
     def parked_s(self) -> float:

@@ -86,11 +86,11 @@ def engine_environment(settings: EngineSettings) -> dict[str, str]:
         # As this process counts
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         indices = settings.device_indices
-        names = (
-            full_uuids([visible.split(",")[i].strip() for i in indices])
-            if visible
-            else list(map(str, indices))
-        )
+        if visible:
+            devices = visible.split(",")
+            names = full_uuids([devices[index].strip() for index in indices])
+        else:
+            names = [str(index) for index in indices]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(names)
         for variable in ALLOCATOR_VARIABLES:
             if variable in os.environ:

@@ -313,9 +313,8 @@ def _after_reset(llm: PolicyLLM, observation: Any, schemas: list[dict[str, Any]]
             llm.prompt_ids + llm.tokenizer(observation, add_special_tokens=False)["input_ids"]
         )
     images: tuple[Image, ...] = ()
-    if (added := tools.image_parts(observation) or observation) is not observation or isinstance(
-        added, str
-    ):
+    added = tools.image_parts(observation) or observation
+    if added is not observation or isinstance(added, str):
         *before, last = llm.messages or []
         observation = [*before, {**last, "content": _joined(last["content"], added)}]
         images = llm.images
@@ -343,8 +342,7 @@ def _joined(before: Content, added: Content) -> Content:
     """Return a message's content with more content after it, on a new line."""
     if isinstance(before, str) and isinstance(added, str):
         return f"{before}\n{added}"
-    parts = [
-        [{"type": "text", "text": content}] if isinstance(content, str) else content
-        for content in (before, "\n", added)
-    ]
-    return [part for content_parts in parts for part in content_parts]
+    parts: list[dict[str, Any]] = []
+    for content in (before, "\n", added):
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts

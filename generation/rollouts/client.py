@@ -188,7 +188,9 @@ class ClientRollout:
 
     async def _start(self, llm: PolicyLLM) -> tuple[CapturingServer, EngineThread]:
         sampling = llm.settings.sampling
-        eos = llm.tokenizer.eos_token_id
+        ends = set(sampling.stop_token_ids)
+        if eos := llm.tokenizer.eos_token_id:
+            ends.add(eos)
         server = await self.start_server(
             llm.engine,
             model_name=MODEL,
@@ -196,7 +198,7 @@ class ClientRollout:
             # accepted.
             api_key=os.environ.get("HOTBUNK_API_KEY") or secrets.token_urlsafe(32),
             sampling=sampling,
-            eos_token_ids=tuple(sorted({*sampling.stop_token_ids, *([eos] if eos else [])})),
+            eos_token_ids=tuple(sorted(ends)),
             image_rules=llm.image_rules,
         )
         if "HOTBUNK_API_KEY" in os.environ:

@@ -356,10 +356,12 @@ class CarriedEpisodes:
 
         In an episode of several turns, the answer's prompt contains the earlier ones.
         """
-        turnstiles = self._turnstiles.items()
-        return [
-            (*at, answer) for at, turnstile in turnstiles if (answer := turnstile.unfinished) is not None
-        ]
+        parked = []
+        for (position, sample), turnstile in self._turnstiles.items():
+            answer = turnstile.unfinished
+            if answer is not None:
+                parked.append((position, sample, answer))
+        return parked
 
     def kept(self) -> list[CarriedGroup]:
         """Return copies of the groups for a checkpoint, between two slices; later slices do not

@@ -134,13 +134,10 @@ def _first_error(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     detail = " ".join(str(error).split())[:300]
-    return (
-        detail
-        if type(error) is ValueError
-        else f"{type(error).__name__}: {detail}"
-        if detail
-        else type(error).__name__
-    )
+    if type(error) is ValueError:
+        return detail
+    kind = type(error).__name__
+    return f"{kind}: {detail}" if detail else kind
 
 
 def _client(server: McpServer, errors: IO[bytes]) -> "Client":

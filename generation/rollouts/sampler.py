@@ -222,11 +222,10 @@ def trajectories(returned: Any, batch: Sequence[PromptText], history: History) -
         )
     if len(returned) != len(batch):
         index = min(len(returned), len(batch))
-        what = (
-            f"nothing for prompt {index}"
-            if len(returned) < len(batch)
-            else f"result {index} has no prompt"
-        )
+        if len(returned) < len(batch):
+            what = f"nothing for prompt {index}"
+        else:
+            what = f"result {index} has no prompt"
         raise ValueError(
             f"the sampler returned {len(returned)} results for {len(batch)} prompts: {what}"
         )

@@ -180,11 +180,10 @@ class SamplerLLM:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        listed = (
-            list(params_of_call)
-            if isinstance(params_of_call, Sequence) and not isinstance(params_of_call, str)
-            else [params_of_call] * count
-        )
+        if isinstance(params_of_call, Sequence) and not isinstance(params_of_call, str):
+            listed = list(params_of_call)
+        else:
+            listed = [params_of_call] * count
         if len(listed) != count:
             raise ValueError(
                 f"{count} prompts have {len(listed)} sampling_params: give one for all, or one for each"

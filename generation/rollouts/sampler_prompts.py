@@ -105,11 +105,12 @@ def _with_images(messages: Messages, images: Iterable[Image]) -> Messages:
     def filled(part: dict[str, Any]) -> dict[str, Any]:
         return part | {"image": next(rest)} if part["type"] == "image" else part
 
-    lists = [(message, message.get("content")) for message in messages]
-    return [
-        message | ({"content": [*map(filled, parts)]} if isinstance(parts, list) else {})
-        for message, parts in lists
-    ]
+    copies = [dict(message) for message in messages]
+    for message in copies:
+        parts = message.get("content")
+        if isinstance(parts, list):
+            message["content"] = [filled(part) for part in parts]
+    return copies
 
 
 @dataclass
@@ -162,10 +163,11 @@ class PromptReader:
         kwargs = (
             {"add_generation_prompt": True} | self.settings.chat_template_kwargs | dict(template_kwargs)
         )
-        return [
-            self._chat_request([dict(m) for m in chat], i, self._place(i, len(chats)), tools, kwargs)
-            for i, chat in enumerate(chats)
-        ]
+        requests = []
+        for i, chat in enumerate(chats):
+            copies = [dict(message) for message in chat]
+            requests.append(self._chat_request(copies, i, self._place(i, len(chats)), tools, kwargs))
+        return requests
 
     def _request(self, prompt: Any, position: int, place: tuple[int, int]) -> Request:
         """Make a request of a prompt in any form. If it continues an answer, it begins with that
@@ -222,9 +224,9 @@ class PromptReader:
             text = self.tokenizer.decode(prompt_input.ids)
             return self._checked(Request(prompt_input, text, position, parent.place, parent, messages))
         # A conversation that equals one of the batch's prompts gets that prompt's ids.
-        same = (
-            [] if tools is not None else [prompt for prompt in self.batch if prompt.messages == messages]
-        )
+        same = []
+        if tools is None:
+            same = [prompt for prompt in self.batch if prompt.messages == messages]
         if same:
             prompt_of_batch = next((prompt for prompt in same if prompt.place == place), same[0])
             return Request(

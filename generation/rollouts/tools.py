@@ -366,11 +366,9 @@ class ToolRunner:
                 result = await self.call(function)
                 if self.limits.images and (parts := image_parts(result)) is not None:
                     return parts
-                return (
-                    result
-                    if isinstance(result, str)
-                    else json.dumps(result, ensure_ascii=False, default=str)
-                )
+                if isinstance(result, str):
+                    return result
+                return json.dumps(result, ensure_ascii=False, default=str)
             except TimeoutError as error:
                 raise ToolError("timeout", f"{call.name} {error}") from error
             except Exception as error:  # whatever the tool raises
@@ -402,18 +400,14 @@ def cut_contents(
     itself, images never.
     """
     parts = [[{"text": content}] if isinstance(content, str) else content for content in contents]
-    short, cut = cut_to_tokens(
-        tokenizer, [part["text"] for content in parts for part in content if "text" in part], limit
-    )
+    texts = [part["text"] for content in parts for part in content if "text" in part]
+    short, cut = cut_to_tokens(tokenizer, texts, limit)
     rest = iter(short)
-    kept = [
-        [part | {"text": next(rest)} if "text" in part else part for part in content]
-        for content in parts
-    ]
-    return [
-        content[0]["text"] if isinstance(was, str) else content
-        for was, content in zip(contents, kept, strict=True)
-    ], cut
+    kept: list[Content] = []
+    for was, content in zip(contents, parts, strict=True):
+        shortened = [part | {"text": next(rest)} if "text" in part else part for part in content]
+        kept.append(shortened[0]["text"] if isinstance(was, str) else shortened)
+    return kept, cut
 
 
 def cut_to_tokens(

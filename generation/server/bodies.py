@@ -83,9 +83,9 @@ class Limits:
         """
         n = getattr(request, "n", None) or 1
         prompt = getattr(request, "prompt", None)
-        prompts = (
-            len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
-        )
+        prompts = 1
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            prompts = len(prompt)
         if n > self.choices:
             raise Refused(400, f"n is {short(n)}, but must be at most {self.choices}")
         if n * prompts > self.answers:
@@ -145,7 +145,11 @@ def _locate(error: Mapping[str, Any], body: Any) -> tuple[list[str], tuple[Any, 
     value = body
     (_, *path) = error["loc"]
     for part in path:
-        keys = range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ()
+        keys: Any = ()
+        if isinstance(value, list):
+            keys = range(len(value))
+        elif isinstance(value, dict):
+            keys = value
         if part in keys:
             where = [*where, str(part)]
             value = value[part]
@@ -214,7 +218,9 @@ def take_prefix(body: Body, vocabulary: int) -> KnownPrefix | None:
     """
     messages = readable_messages(body)
     required = body.pop("required_prefix_token_ids", None)
-    carried = [(i, [m.pop(name, None) for name in EXACT_FIELDS]) for i, m in enumerate(messages)]
+    carried = []
+    for i, message in enumerate(messages):
+        carried.append((i, [message.pop(name, None) for name in EXACT_FIELDS]))
     if required is not None and messages:
         last = max(
             (i + 1 for i, m in enumerate(messages) if m.get("role") == "assistant"),
@@ -323,10 +329,11 @@ class AnswerSender:
             await self._send(self._start)
             self._begun = True
         if self._streams:
-            *events, self._waiting = (
-                self._waiting.split(b"\n\n") if more else (*self._waiting.split(b"\n\n"), b"")
-            )
-            body = b"\n\n".join(map(self._event, events)) + b"\n\n" * (more and bool(events))
+            events = self._waiting.split(b"\n\n")
+            self._waiting = events.pop() if more else b""
+            body = b"\n\n".join(map(self._event, events))
+            if more and events:
+                body += b"\n\n"
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def finish(self, error: Exception | None) -> None:
@@ -470,11 +477,9 @@ def error_response(status: int, text: str) -> Response:
         "param": None,
         "code": status,
     }
-    headers = (
-        {"retry-after": "1"}
-        if status == 503
-        else {"connection": "close"}
-        if status in (408, 413)
-        else {}
-    )
+    headers = {}
+    if status == 503:
+        headers["retry-after"] = "1"
+    elif status in (408, 413):
+        headers["connection"] = "close"
     return as_json(status, {"error": error}, headers)

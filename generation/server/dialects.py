@@ -32,16 +32,16 @@ def as_chat(request: Any, handler: Any) -> dict[str, Any] | None:
         return None
     request = request.model_copy(deep=True)  # the conversion changes the request
     try:
-        chat = (
-            _chat_of_response(request)
-            if kind == "ResponsesRequest"
-            else _chat_of_message(request, handler)
-        )
+        if kind == "ResponsesRequest":
+            chat = _chat_of_response(request)
+        else:
+            chat = _chat_of_message(request, handler)
     except VLLM_ERRORS:
         return None  # vLLM will report the mistake
     plain: dict[str, Any] = json.loads(json.dumps(chat, default=list))
     for message in plain["messages"]:
-        for part in message["content"] if isinstance(message.get("content"), list) else ():
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
             if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
                 part["type"] = "text"
             elif isinstance(part, dict) and part.get("type") == "input_image":

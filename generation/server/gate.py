@@ -317,7 +317,9 @@ class Gate:
         metrics: list[Any] = [answered]
         not_taken = sum(conversation.history.retemplated for conversation in self.conversations.values())
         for name, meaning in COUNTERS.items():
-            count = self.conversations.counts[name] + (not_taken if name == "retemplated" else 0)
+            count = self.conversations.counts[name]
+            if name == "retemplated":
+                count += not_taken
             metrics.append(CounterMetricFamily(f"hotbunk_{name}", meaning, value=count))
         open_ = len(self.conversations)
         metrics.append(

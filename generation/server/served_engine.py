@@ -252,12 +252,9 @@ class ServedEngine:
         if call.processors is not None:
             params.extra_args = (params.extra_args or {}) | {REQUESTED: call.processors}
         if call.conversation is not None:
-            seed = call.conversation.next_seed()
-            params.seed = (
-                seed
-                if params.seed is None and call.sampling and call.sampling.temperature
-                else params.seed
-            )
+            seed = call.conversation.next_seed()  # counts the request in any case
+            if params.seed is None and call.sampling and call.sampling.temperature:
+                params.seed = seed
         return params
 
 
@@ -296,10 +293,12 @@ def check_ready(worker: Engine, call: ServedCall) -> int | None:
 def _check_sampling(params: "SamplingParams", trained: SamplingSettings) -> None:
     expected = vllm_sampling_params(trained, None)
     for name in set(params.__struct_fields__) - _UNCHECKED:
-        asked, trained_value = (getattr(source, name) or None for source in (params, expected))
+        asked = getattr(params, name) or None
+        trained_value = getattr(expected, name) or None
         if name == "top_k":
             # 0 and -1 both truncate nothing.
-            asked, trained_value = (None if value == -1 else value for value in (asked, trained_value))
+            asked = None if asked == -1 else asked
+            trained_value = None if trained_value == -1 else trained_value
         if name.startswith("_") or asked == trained_value:
             continue
         trained_with = f"the policy is trained on samples drawn with {short(trained_value)}"

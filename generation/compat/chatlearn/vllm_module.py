@@ -287,7 +287,10 @@ class VLLMModule:
     def _outputs(self, data: Any, iteration: int, is_eval: bool) -> "list[RequestOutput]":
         """Sample for a batch, which is a mapping of lists or the rows of a dataset."""
         if not isinstance(data, Mapping):
-            data = {key: [row[key] for row in data] for key in data[0]} if data else {}
+            columns: dict[str, list[Any]] = {}
+            for key in data[0] if data else ():
+                columns[key] = [row[key] for row in data]
+            data = columns
         batch = ScheduledData(data)
         self._queue = []
         self._eval_mode = is_eval
@@ -346,12 +349,10 @@ class VLLMModule:
             self._queue_batch(data)
         queue = self._queue
         self._queue = []
-        prompts = [
-            prompt
-            if isinstance(prompt, PromptText) and prompt.token_ids == ids
-            else {"prompt_token_ids": ids}
-            for prompt, ids, _ in queue
-        ]
+        prompts: list[Any] = []
+        for prompt, ids, _ in queue:
+            has_ids = isinstance(prompt, PromptText) and prompt.token_ids == ids
+            prompts.append(prompt if has_ids else {"prompt_token_ids": ids})
         outputs = self.llm.generate(prompts, [params for *_, params in queue], use_tqdm=False)
         for output, (prompt, *_) in zip(outputs, queue, strict=True):
             output.prompt = str(prompt)

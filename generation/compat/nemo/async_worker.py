@@ -162,9 +162,8 @@ class VllmAsyncGenerationWorker(Engine):
         held = {Memory.AWAKE: {"weights", "kv_cache"}, Memory.WEIGHTS: {"weights"}}.get(
             self.state.memory, set()
         )
-        await self.wake(
-            [tag for tag in (("weights", "kv_cache") if tags is None else tags) if tag not in held]
-        )
+        wanted = ("weights", "kv_cache") if tags is None else tags
+        await self.wake([tag for tag in wanted if tag not in held])
 
     async def init_collective_async(
         self,

@@ -104,18 +104,18 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
         dimension 1, with the value in `pad_value_dict` or 0. Raises KeyError for a key that only
         some of the non-empty batches have. `__extra__` is left out.
         """
-        batches = [{key: value for key, value in batch.items() if key != _EXTRA} for batch in batches]
-        filled = [batch for batch in batches if len(batch)]
+        stripped = []
+        for batch in batches:
+            stripped.append({key: value for key, value in batch.items() if key != _EXTRA})
+        filled = [batch for batch in stripped if batch]
         for key in sorted({key for batch in filled for key in batch}):
-            if lacking := [i for i, batch in enumerate(batches) if len(batch) and key not in batch]:
+            if lacking := [i for i, batch in enumerate(stripped) if batch and key not in batch]:
                 raise KeyError(f"key {key!r} is missing from non-empty batches {lacking}")
         pads = pad_value_dict or {}
-        return cls(
-            {
-                key: _joined([b[key] for b in filled], pads.get(key, 0))
-                for key in (filled[0] if filled else ())
-            }
-        )
+        joined = {}
+        for key in filled[0] if filled else ():
+            joined[key] = _joined([batch[key] for batch in filled], pads.get(key, 0))
+        return cls(joined)
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
         """Return the samples at `indices`, in that order."""
@@ -154,17 +154,16 @@ class BatchedDataDict(UserDict[str, Any], Generic[Spec]):
                 "shards of uneven size are always cut from the complete batch: leave batch_size out"
             )
         size = self.size if batch_size is None else batch_size
-        divides = size > 0 and self.size % size == 0 and size % shards == 0 if self.size else True
+        divides = self.size == 0 or (size > 0 and self.size % size == 0 and size % shards == 0)
         if shards < 1 or not (allow_uneven_shards or divides):
             raise ValueError(
                 f"{self.size} samples in batches of {size} cannot be cut into {shards} equal shards"
             )
         width = max(1, -(-size // shards))
-        shard_of = [i % max(1, size) // width for i in range(self.size)]
-        return [
-            self.select_indices([i for i, number in enumerate(shard_of) if number == shard])
-            for shard in range(shards)
-        ]
+        rows_of_shards: list[list[int]] = [[] for _ in range(shards)]
+        for i in range(self.size):
+            rows_of_shards[i % max(1, size) // width].append(i)
+        return [self.select_indices(rows) for rows in rows_of_shards]
 
     def reorder_data(self, order: Sequence[int]) -> Self:
         """Move sample i to place `order[i]`, which undoes `select_indices(order)`. `order` has each
@@ -321,11 +320,9 @@ def _padding_problem(data: Mapping[str, Any], pad_value: int) -> str | None:
     lengths = data[pair[1]]
     for name, value, dim in (pair[0], ids, 2), (pair[1], lengths, 1):
         if not isinstance(value, torch.Tensor) or value.dim() != dim or value.is_floating_point():
-            form = (
-                f"{value.dtype} {list(value.shape)}"
-                if isinstance(value, torch.Tensor)
-                else type(value).__name__
-            )
+            form = type(value).__name__
+            if isinstance(value, torch.Tensor):
+                form = f"{value.dtype} {list(value.shape)}"
             return (
                 f"{name} must be a tensor of integers with {dim} dimension{'s'[: dim - 1]}, not {form}"
             )

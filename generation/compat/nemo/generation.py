@@ -403,9 +403,9 @@ def _bundles(size: int, count: int, ray_chooses: bool) -> Sequence[range | None]
         needed = f"{count} engines with tensor_parallel_size {size} need {size * count} {kind}s"
         remedy = "lower generation.vllm_cfg.num_replicas or tensor_parallel_size"
         raise ValueError(f"{needed}, but there are {available:.0f}: {remedy}")
-    return [
-        None if ray_chooses else range(number * size, (number + 1) * size) for number in range(count)
-    ]
+    if ray_chooses:
+        return [None] * count
+    return [range(number * size, (number + 1) * size) for number in range(count)]
 
 
 def cluster_room() -> tuple[str, float]:

@@ -159,10 +159,9 @@ def of_replicas(
         raise ValueError(
             f"{num_replicas} replicas of {size} devices each need {needed} devices, not {len(devices)}"
         )
-    groups = [
-        tuple(range(size)) if not shared else devices[i * size : (i + 1) * size]
-        for i in range(num_replicas)
-    ]
+    groups = []
+    for first in range(0, needed, size):
+        groups.append(devices[first : first + size] if shared else tuple(range(size)))
     return [dataclasses.replace(settings, device_indices=indices) for indices in groups]
 
 
@@ -220,14 +219,11 @@ def answers(results: list[Any], single: bool, return_exceptions: bool) -> Any:
     if errors and not return_exceptions:
         if single:
             raise errors[0]
-        failed = PromptErrors(
-            errors, [None if isinstance(result, Exception) else result for result in results]
-        )
-        raise (
-            PromptTimeouts(failed)
-            if all(isinstance(error, TimeoutError) for error in errors)
-            else failed
-        )
+        outputs = [None if isinstance(result, Exception) else result for result in results]
+        failed = PromptErrors(errors, outputs)
+        if all(isinstance(error, TimeoutError) for error in errors):
+            raise PromptTimeouts(failed)
+        raise failed
     return results[0] if single else results
 
 

@@ -214,11 +214,9 @@ class AsyncVLLM(WeightUpdates):
             replicas = arguments.of_replicas(
                 self.settings, self.num_replicas, gpus, self.backend == "local"
             )
-            self._taken = (
-                {index for replica in replicas for index in replica.device_indices}
-                if self.backend == "local"
-                else set()
-            )
+            self._taken = set()
+            if self.backend == "local":
+                self._taken = {index for replica in replicas for index in replica.device_indices}
             if gpus and len(self._taken) == gpus:
                 log.warning("%s: new weights can come by load_weights_from_storage only", NO_DEVICE_LEFT)
             for number, settings in enumerate(replicas):

@@ -90,7 +90,10 @@ class WeightUpdates:
         """Return the address where this process listens for engines: loopback, unless a Ray cluster
         has more nodes.
         """
-        if self.backend == "local" or len([node for node in ray_module().nodes() if node["Alive"]]) == 1:
+        if self.backend == "local":
+            return "127.0.0.1"
+        alive = [node for node in ray_module().nodes() if node["Alive"]]
+        if len(alive) == 1:
             return "127.0.0.1"
         return str(ray_module().util.get_node_ip_address())
 

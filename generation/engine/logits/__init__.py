@@ -97,9 +97,8 @@ def processor_of(factories: Mapping[str, Any], params: Any) -> Callable[[list[in
     It applies, in order, the processors of all factories, or of those that the request names.
     """
     named = (params.extra_args or {}).get(REQUESTED, factories)
-    chain = [
-        p for spec, factory in factories.items() if spec in named and (p := factory(params)) is not None
-    ]
+    made = [factory(params) for spec, factory in factories.items() if spec in named]
+    chain = [processor for processor in made if processor is not None]
 
     def apply(output_ids: list[int], logits: Any) -> Any:
         try:

@@ -69,11 +69,9 @@ class Environment:
         episode = await self.env.run_slot(slot, ModelContext(model=model, client=client))
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
-            raise RuntimeError(
-                f"{errors[-1].type}: {errors[-1].message}"
-                if errors
-                else "verifiers says that the episode failed"
-            )
+            if not errors:
+                raise RuntimeError("verifiers says that the episode failed")
+            raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}")
         if len(episode.traces) != 1:
             raise RuntimeError(
                 f"the episode has {len(episode.traces)} agents, but only one can be trained"

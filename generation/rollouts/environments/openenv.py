@@ -86,11 +86,8 @@ class OpenEnvText(OpenEnv):
 
 def _text(observation: Any) -> str:
     """Return an observation's text if that is its only field, else the observation as JSON."""
-    texts = (
-        [value for value in observation.values() if isinstance(value, str)]
-        if isinstance(observation, dict)
-        else []
-    )
-    return (
-        texts[0] if len(texts) == 1 == len(observation) else json.dumps(observation, ensure_ascii=False)
-    )
+    if isinstance(observation, dict) and len(observation) == 1:
+        (value,) = observation.values()
+        if isinstance(value, str):
+            return value
+    return json.dumps(observation, ensure_ascii=False)
