@@ -303,12 +303,10 @@ class ShardingManager:
         """Note in the report which weights this engine's workers cannot replay, and which they
         leave out.
         """
-        reasons = [
-            weights for outcome in outcomes if (weights := outcome.get("unreplayable")) is not None
-        ]
-        self.report.unreplayable = (
-            {name: why for weights in reasons for name, why in weights.items()} if reasons else None
-        )
+        self.report.unreplayable = None
+        for outcome in outcomes:
+            if (reasons := outcome.get("unreplayable")) is not None:
+                self.report.unreplayable = (self.report.unreplayable or {}) | reasons
         left_out = [set(outcome.get("left_out", [])) for outcome in outcomes]
         self.report.left_out = sorted(set.intersection(*left_out)) if left_out else []
 

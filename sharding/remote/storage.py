@@ -109,7 +109,8 @@ class Storage(Transport):
         """Make this update the current one of the folder."""
         if self._fd >= 0:
             buckets = self._content["buckets"]
-            os.ftruncate(self._fd, buckets[-1]["offset"] + buckets[-1]["nbytes"] if buckets else 0)
+            end = buckets[-1]["offset"] + buckets[-1]["nbytes"] if buckets else 0
+            os.ftruncate(self._fd, end)
             os.fsync(self._fd)
             draft = self._folder / f"{MANIFEST}.tmp"
             with draft.open("w", encoding="utf-8") as file:

@@ -144,9 +144,9 @@ class FsdpWeightSource:
             else:
                 _, values = self.own_values(name)
                 slot.view(self._dtype_of(name))[: values.numel()].copy_(values)
-        pending = [
-            self._start(group, pairs) for group, some in shared.items() for pairs in _batches(some)
-        ]
+        pending = []
+        for group, some in shared.items():
+            pending += [self._start(group, pairs) for pairs in _batches(some)]
         for work, _ in pending:
             work.wait()
 
@@ -247,9 +247,14 @@ def _batches(pairs: list[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torc
     """Group pairs by collective: all of a bucket in one, but large ones alone where gloo copies
     them twice.
     """
-    large = [pair for pair in pairs if not pair[1].is_cuda and pair[1].numel() > LARGE_BYTES]
-    small = [pair for pair in pairs if pair[1].is_cuda or pair[1].numel() <= LARGE_BYTES]
-    return [[pair] for pair in large] + ([small] if small else [])
+    batches = []
+    together = []
+    for name, tensor in pairs:
+        if not tensor.is_cuda and tensor.numel() > LARGE_BYTES:
+            batches.append([(name, tensor)])
+        else:
+            together.append((name, tensor))
+    return [*batches, together] if together else batches
 
 
 def whole_shape(tensor: torch.Tensor) -> torch.Size:
@@ -387,10 +392,8 @@ def shard_group(tensor: Any) -> dist.ProcessGroup | None:
     if len(cut) != 2 or tensor.shape[0] % (mesh.size(cut[0]) * mesh.size(cut[1])):
         return None
     outer, inner = cut
-    if (placements[outer], placements[inner]) != (
-        _StridedShard(0, split_factor=mesh.size(inner)),
-        Shard(0),
-    ):
+    strided = _StridedShard(0, split_factor=mesh.size(inner))
+    if placements[outer] != strided or placements[inner] != Shard(0):
         return None
     return _group_of(dist.group.WORLD, _inner_first(mesh, outer, inner))
 

@@ -157,7 +157,8 @@ class LastSent:
         self.spared = 0
         sizes = {piece.name: piece.nbytes for parameter in parameters for piece in parameter.pieces}
         self._sizes = {name: nbytes for name, nbytes in sizes.items() if name not in self._unrecorded}
-        percent = round(100 - 100 * sum(self._sizes.values()) / max(sum(sizes.values()), 1))
+        patched = sum(self._sizes.values())
+        percent = round(100 - 100 * patched / max(sum(sizes.values()), 1))
         self.unpatched = ""
         if percent > 0:
             names = first_names(sorted(sizes.keys() - self._sizes.keys()))

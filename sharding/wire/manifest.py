@@ -150,4 +150,7 @@ def checkpoint_manifest(model: str, dtype: str, tied: bool) -> Manifest:
 
 def first_names(names: list[str]) -> str:
     """Return the first few names, for an error."""
-    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
+    first = ", ".join(names[:_MOST])
+    if len(names) <= _MOST:
+        return first
+    return f"{first} and {len(names) - _MOST} more"

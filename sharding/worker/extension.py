@@ -115,12 +115,18 @@ def contiguous_runs(model: torch.nn.Module, recording: Recording | None) -> dict
     """
     if recording is None or not recording.complete:
         raise SyncError(f"{type(model).__name__} re-processes its weights after loading, {_REMEDY}")
-    runs = {name: run for name in recording.weights if (run := recording.run(name)) is not None}
-    if apart := first_names(
-        [name for name in recording.weights if name not in runs and not recording.sent_apart(name)]
-    ):
+    runs = {}
+    apart = []
+    for name in recording.weights:
+        run = recording.run(name)
+        if run is not None:
+            runs[name] = run
+        elif not recording.sent_apart(name):
+            apart.append(name)
+    if apart:
         raise SyncError(
-            f"{type(model).__name__} does not keep {apart} as sent and in one piece, {_REMEDY}"
+            f"{type(model).__name__} does not keep {first_names(apart)} as sent and in one piece, "
+            f"{_REMEDY}"
         )
     return runs
 

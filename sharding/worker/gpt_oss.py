@@ -24,8 +24,10 @@ def through_loaders(model: Module, weights: NamedTensors) -> Iterator[tuple[str,
     """
     for name, weight in weights:
         if fused := re.fullmatch(r"(.+\.experts)\.(gate_up|down)_proj(_bias)?", name):
-            part = ("w13" if fused[2] == "gate_up" else "w2") + (fused[3] or "_weight")
-            yield from ((f"{fused[1]}.{number}.{part}", expert) for number, expert in enumerate(weight))
+            matrix = "w13" if fused[2] == "gate_up" else "w2"
+            ending = fused[3] or "_weight"
+            for number, expert in enumerate(weight):
+                yield f"{fused[1]}.{number}.{matrix}{ending}", expert
         elif (
             name.endswith(".sinks")
             and (sinks := model.get_parameter(name.replace(".self_attn.", ".attn."))).is_meta

@@ -195,9 +195,8 @@ class Arrivals:
             if name in self._arrived or name in self._parts:
                 raise SyncError(f"{name} arrived a second time")
             self._arrived.add(name)
-            if (
-                form := [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
-            ) != self._expected[name]:
+            form = [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+            if form != self._expected[name]:
                 raise SyncError(f"{name} arrived as {form} and was announced as {self._expected[name]}")
 
     def check_off_shared(self, names: list[str]) -> None:

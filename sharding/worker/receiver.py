@@ -178,9 +178,8 @@ class Receiver:
     def _load(self, buffer: torch.Tensor, message: dict[str, Any]) -> None:
         weights = views_of(buffer, message)
         parts = parts_of(buffer, message)
-        self.outcome.nbytes += sum(w.nbytes for _, w in weights) + sum(
-            values.nbytes for _, _, values in parts
-        )
+        self.outcome.nbytes += sum(weight.nbytes for _, weight in weights)
+        self.outcome.nbytes += sum(values.nbytes for _, _, values in parts)
         self._loader.load(weights)
         if parts:
             self._loader.load_parts(parts)

@@ -424,9 +424,8 @@ class LoadWatcher(TorchDispatchMode):
             if t.numel()
         ]
         fresh.sort(key=itemgetter(0, 1, 2))
-        self._ranges = sorted(
-            [r for r in self._ranges if not overlaps(fresh, *r[:2])] + fresh, key=itemgetter(0, 1, 2)
-        )
+        kept = [earlier for earlier in self._ranges if not overlaps(fresh, *earlier[:2])]
+        self._ranges = sorted(kept + fresh, key=itemgetter(0, 1, 2))
 
     def note_replayed(self, name: str, targets: Iterable[torch.Tensor]) -> None:
         """Note that a weight was copied to these targets without its loader."""
