@@ -34,4 +34,7 @@ def planned_gib(sections: dict[str, Any], gpus: int, device_gib: float) -> dict[
         *trainer_parts(config, model, gpus, device_gib),
         *engine_parts(config, model, gpus, device_gib),
     ]
-    return {column: sum(getattr(part, column) for part in parts) / GIB for column in COLUMNS}
+    planned = {}
+    for column in COLUMNS:
+        planned[column] = sum(getattr(part, column) for part in parts) / GIB
+    return planned

@@ -27,10 +27,15 @@ def with_engines(config: TrainConfig, apart: int, lag: int) -> TrainConfig:
     """Return the recipe with `apart` ranks that only generate (0: none), and with the other keys
     that this requires.
     """
+    sync_way = config.sync.way
+    if apart:
+        sync_way = "auto"
+    elif placement(config).remote:
+        sync_way = "staged"
     changed: dict[str, dict[str, Any]] = {
         "engine": {"placement": "ranks" if apart else "shared", "ranks": apart or 1, "replicas": 1},
         "rollout": {"lag": lag},
-        "sync": {"way": "auto" if apart else "staged" if placement(config).remote else config.sync.way},
+        "sync": {"way": sync_way},
         "policy": {"offload": "none"} if apart else {},
     }
     return config.model_copy(
@@ -50,15 +55,15 @@ def compared(
     size = config.engine.tensor_parallel_size
     step = size if ranks <= NODE else max(size, NODE)
     for lag, counts in ((0, [0]), (0, range(step, ranks, step)), (1, range(step, ranks, step))):
-        splits = [
-            RankSplit(
-                apart, lag, sum(cost.seconds for cost in step_costs(recipe, model, ranks, gpu, lengths))
-            )
-            for apart in counts
-            for recipe in [with_engines(config, apart, lag)]
-            if not any(check_placement(recipe, ranks, min(ranks, NODE)))
-            and not any(over_budget(recipe, model, training_ranks(recipe, ranks), gpu.memory_gib))
-        ]
+        splits = []
+        for apart in counts:
+            recipe = with_engines(config, apart, lag)
+            if any(check_placement(recipe, ranks, min(ranks, NODE))):
+                continue
+            if any(over_budget(recipe, model, training_ranks(recipe, ranks), gpu.memory_gib)):
+                continue
+            costs = step_costs(recipe, model, ranks, gpu, lengths)
+            splits.append(RankSplit(apart, lag, sum(cost.seconds for cost in costs)))
         yield from sorted(splits, key=lambda split: split.seconds)[:1]
 
 

@@ -139,7 +139,9 @@ def trainer_parts(
     if resolve_device(config) == "cuda":
         hybrid = policy.shard_size not in (None, ranks)
         models = len(learners) + bool(algorithm.kl_coef or algorithm.teacher)
-        size = _CONTEXT + (_COMMUNICATOR * models * (2 if hybrid else 1) if ranks > 1 else 0)
+        size = _CONTEXT
+        if ranks > 1:
+            size += _COMMUNICATOR * models * (2 if hybrid else 1)
         parts.append(MemoryPart("CUDA and NCCL", size, size, "by estimate", starting=size))
     # Policy and critic are updated one after the other.
     moments = [_largest_moment(config, learner, ranks, device_gib) for learner in learners]
@@ -255,13 +257,12 @@ def _remedies(config: TrainConfig, column: str, largest: Sequence[str]) -> Itera
     activations = ["lower batch.tokens_per_micro_batch"]
     if policy.activation_checkpointing != "full":
         activations.insert(0, "set policy.activation_checkpointing: full")
-    cache = (
-        "lower engine.gpu_memory_utilization"
-        if engine.kv_cache_gib is None
-        else "lower engine.kv_cache_gib"
-    )
     if column != "generating":
         cache = "set engine.sleep: true"
+    elif engine.kv_cache_gib is None:
+        cache = "lower engine.gpu_memory_utilization"
+    else:
+        cache = "lower engine.kv_cache_gib"
     remedies = {
         "float32 weights": state,
         "optimizer state": state,
@@ -296,14 +297,20 @@ def staging_bytes(config: TrainConfig, model: ModelSizes, ranks: int, cut: bool)
     ]
     device = resolve_device(config)
     packed = device == "cpu" and not config.engine.plain_cpu_weights
-    uncut = [name for name in sent if packed or any(part in name for part in REPROCESSED[device])]
+    uncut = []
+    for name in sent:
+        if packed or any(part in name for part in REPROCESSED[device]):
+            uncut.append(name)
     record = way(config)
     if cut and record.reads_shards:
         parameters = [parameter for parameter in parameters if parameter.name in uncut]
     replayed = uncut if cut and config.sync.replay and not record.through_files else None
     plan = BucketPlan(parameters, config.sync.bucket_mib << 20, replayed)
     remote = placement(config).remote or record.through_files  # the worker then has buffers of its own
-    return (BUFFERS + (cut and config.sync.delta)) * plan.capacity * (2 if remote else 1)
+    buffers = BUFFERS
+    if cut and config.sync.delta:
+        buffers += 1
+    return buffers * plan.capacity * (2 if remote else 1)
 
 
 def layer_bytes(policy: PolicyConfig, model: ModelSizes) -> float:
@@ -453,10 +460,10 @@ def _largest_moment(config: TrainConfig, learner: _Learner, ranks: int, device_g
         cuda_block_elements(int(device_gib * GIB)) if resolve_device(config) == "cuda" else CPU_ELEMENTS
     )
     rows, columns = block_shape(logits, model.config["vocab_size"])
-    head = (2 * _FLOAT32 + w) * min(rows, targets) * columns + (_FLOAT32 + w) * targets * model.config[
-        "hidden_size"
-    ]
-    head += w * model.head + _FLOAT32 * columns * model.config["hidden_size"] if trains else 0
+    hidden = model.config["hidden_size"]
+    head = (2 * _FLOAT32 + w) * min(rows, targets) * columns + (_FLOAT32 + w) * targets * hidden
+    if trains:
+        head += w * model.head + _FLOAT32 * columns * hidden
     # ZeRO-1 and 2 collect gradients in two alternating buffers (`setup_buckets` in
     # deepspeed/runtime/zero/stage_1_and_2.py), which also hold the float32 copies.
     buckets: float = 2 * w * ZERO_BUCKET if deepspeed and policy.zero_stage < 3 else 0
@@ -505,11 +512,14 @@ def activation_bytes(
     layer += w * attention_elements(policy, model)[1] * (share * row / every - 1)
     again = recomputed_layers(policy, model)
     away = policy.offload_activations and resolve_device(config) == "cuda"
-    kept = (0 if away else again) * w * hidden + (model.layers - again) * layer
+    inputs_kept = 0 if away else again
+    kept = inputs_kept * w * hidden + (model.layers - again) * layer
     # With every_second, the first of each two layers is recomputed.
     last_again = policy.activation_checkpointing == "full" or again > model.layers - again
-    working = (layer if last_again else 0) + w * 2 * (model.width + hidden + model.dispatched)
-    working += 2 * w * sum(attention_elements(policy, model)) if ways > 1 else 0
+    working = layer if last_again else 0
+    working += w * 2 * (model.width + hidden + model.dispatched)
+    if ways > 1:
+        working += 2 * w * sum(attention_elements(policy, model))
     once = prompts * config.data.max_prompt_tokens + share * config.sampling.max_tokens
     targets = tokens * share * config.sampling.max_tokens / once
     return targets, tokens * kept, (tokens * (_FLOAT32 + w) + targets * w) * hidden, tokens * working

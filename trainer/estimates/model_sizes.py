@@ -72,9 +72,10 @@ class ModelSizes:
     @property
     def split(self) -> int:
         """Elements of the experts that can be split in the layer that has the most."""
-        return max(
-            (sum(shape.numel() for shape in shapes) for shapes in self.experts.values()), default=0
-        )
+        most = 0
+        for shapes in self.experts.values():
+            most = max(most, sum(shape.numel() for shape in shapes))
+        return most
 
     @property
     def width(self) -> int:
@@ -101,10 +102,12 @@ def model_sizes(
         Path(path), config.model, torch.float32, torch.device("cpu"), kind, **settings
     )
     shapes = {name: parameter.shape for name, parameter in parameter_names(model).items()}
-    layers, encoder = (
-        [sum(p.numel() for p in layer.parameters()) for layer in part]
-        for part in (decoder(model).layers, encoder_layers(model))
-    )
+    layers = []
+    for layer in decoder(model).layers:
+        layers.append(sum(parameter.numel() for parameter in layer.parameters()))
+    encoder = 0
+    for layer in encoder_layers(model):
+        encoder += sum(parameter.numel() for parameter in layer.parameters())
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     units = _units(model)
@@ -116,7 +119,7 @@ def model_sizes(
         config=model.config.get_text_config().to_dict(),
         shapes=shapes,
         layer=max(layers),
-        rest=sum(shape.numel() for shape in shapes.values()) - sum(layers) - sum(encoder),
+        rest=sum(shape.numel() for shape in shapes.values()) - sum(layers) - encoder,
         units=units,
         experts=experts,
         head=0 if head is None else head.weight.numel(),
@@ -147,12 +150,11 @@ def _units(model: PreTrainedModel) -> dict[str, list[torch.Size]]:
     """
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
-    unit_of = {
-        p: f"layers.{i}" for i, layer in enumerate(decoder(model).layers) for p in layer.parameters()
-    }
-    unit_of |= {
-        p: f"encoder.{i}" for i, layer in enumerate(encoder_layers(model)) for p in layer.parameters()
-    }
+    unit_of: dict[Any, str] = {}
+    for i, layer in enumerate(decoder(model).layers):
+        unit_of |= dict.fromkeys(layer.parameters(), f"layers.{i}")
+    for i, layer in enumerate(encoder_layers(model)):
+        unit_of |= dict.fromkeys(layer.parameters(), f"encoder.{i}")
     if head is None or head.weight is not embedding.weight:
         unit_of[embedding.weight] = "embeddings"
         unit_of |= {} if head is None else {head.weight: "head"}
@@ -164,14 +166,14 @@ def _units(model: PreTrainedModel) -> dict[str, list[torch.Size]]:
 
 def _experts(model: PreTrainedModel) -> dict[str, list[torch.Size]]:
     """Return the shapes of the experts that can be split, by the unit of their layer."""
-    shapes = {module: [p.shape for p in module.parameters()] for module in dispatched_experts(model)}
-    layers = enumerate(decoder(model).layers)
-    return {
-        f"layers.{i}": some
-        for i, layer in layers
-        for module, some in shapes.items()
-        if module in layer.modules()
-    }
+    dispatched = dispatched_experts(model)
+    experts = {}
+    for i, layer in enumerate(decoder(model).layers):
+        modules = set(layer.modules())
+        for module in dispatched:
+            if module in modules:
+                experts[f"layers.{i}"] = [parameter.shape for parameter in module.parameters()]
+    return experts
 
 
 def _normed(model: PreTrainedModel) -> int:
@@ -185,9 +187,8 @@ def _normed(model: PreTrainedModel) -> int:
     for name, parameter in decoder(model).layers[0].named_parameters():
         if "norm" in name and parameter.dim() == 1:
             of_heads = parameter.numel() < config.hidden_size
-            count += parameter.numel() * (
-                next((heads[key] for key in heads if key in name), 1) if of_heads else 1
-            )
+            times = [heads[key] for key in heads if of_heads and key in name]
+            count += parameter.numel() * (times[0] if times else 1)
     return count
 
 

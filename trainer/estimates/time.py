@@ -200,10 +200,8 @@ def _rollout(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu, lengt
 
 def _sent_elements(config: TrainConfig, model: ModelSizes) -> int:
     """Return the elements that a sync sends: those of all weights, or of the adapters alone."""
-    return sum(
-        shape.numel()
-        for shape in (model.adapters if config.lora.engines_apply else model.shapes).values()
-    )
+    sent = model.adapters if config.lora.engines_apply else model.shapes
+    return sum(shape.numel() for shape in sent.values())
 
 
 def _sync(config: TrainConfig, model: ModelSizes, ranks: int, gpu: Gpu) -> Iterator[Cost]:
