@@ -353,7 +353,10 @@ def judge_recipe(
         default=psutil.virtual_memory().total / GIB / ranks,
     )
     parts = [*trainer_parts(config, model, ranks, total), *engine_parts(config, model, ranks, total)]
-    needed = max(sum(getattr(part, column) for part in parts) for column in COLUMNS) / GIB
+    sums = []
+    for column in COLUMNS:
+        sums.append(sum(getattr(part, column) for part in parts))
+    needed = max(sums) / GIB
     remedy = (
         f"hotbunk plan {path} shows the parts; set policy.offload or policy.shard_size, or use more "
         "ranks"
@@ -372,7 +375,11 @@ def trials(
     """Yield each trial with its number of ranks and the reason why it is not run, or ""."""
     needed = ("wheels", "driver", "memory of", "allocator", "ports", "sockets")
     first = next((f for f in findings if f.verdict == "failed" and f.what.startswith(needed)), None)
-    reason = "--facts leaves trials out" if facts_only else f"first fix: {first.what}" if first else ""
+    reason = ""
+    if facts_only:
+        reason = "--facts leaves trials out"
+    elif first:
+        reason = f"first fix: {first.what}"
     alone = ["one engine", "pull", "zero copy"]
     if machine.devices:
         alone.insert(1, "float32")  # the others are in bfloat16 there, and in float32 on a CPU

@@ -158,7 +158,9 @@ class Trial:
         on all ranks.
         """
         numbers = random.Random(0)
-        prompts = [[numbers.randrange(2, 512) for _ in range(8)] for _ in range(PROMPTS)]
+        prompts = []
+        for _ in range(PROMPTS):
+            prompts.append([numbers.randrange(2, 512) for _ in range(8)])
         answers: list[dict[str, Any]] = []
         if self.leader is not None:
             engine = self.leader.engine
@@ -233,7 +235,11 @@ def report_collectives(device: torch.device, report: ReportFn) -> None:
     dist.all_gather_into_tensor(gathered, inputs)
     dist.reduce_scatter_tensor(scattered, inputs)
     pairs = [(gathered, inputs), (scattered, inputs), (layer.weight.grad.to_local(), whole.weight.grad)]
-    largest = max(((one - other).abs().max() / other.abs().max()).item() for one, other in pairs)
+    relative_errors = []
+    for value, expected in pairs:
+        difference = (value - expected).abs().max()
+        relative_errors.append((difference / expected.abs().max()).item())
+    largest = max(relative_errors)
     remedy = "NCCL_DEBUG=INFO says what NCCL does on this device: report this with doctor.json"
     report(
         "collectives of FSDP2", f"relative error {largest:.1e}", "at most 1e-5", largest <= 1e-5, remedy
@@ -260,11 +266,9 @@ def report_sleep(trial: Trial, report: ReportFn) -> None:
     the KV cache.
     """
     released = trial.released_bytes / MIB
-    held = (
-        sum(p.numel() for _, p in trial.policy.named_parameters())
-        * (2 if trial.device.type == "cuda" else 4)
-        / MIB
-    )
+    elements = sum(parameter.numel() for _, parameter in trial.policy.named_parameters())
+    itemsize = 2 if trial.device.type == "cuda" else 4
+    held = elements * itemsize / MIB
     wanted = 0.8 * (held + (KV_CACHE_GIB * 1024 if trial.device.type == "cuda" else 0))
     remedy = (
         "vLLM's sleep mode does not free memory here: set engine.sleep to false, if trainer and engine "

@@ -173,14 +173,13 @@ class Evaluation:
 
     def rows(self, answers: dict[str, list[Answer]]) -> list[dict[str, Any]]:
         """Return the rows of completions.jsonl, one for every answer."""
-        return [
-            {"dataset": held_out.name} | row | {"vote": answer.vote}
-            for held_out in self.held_outs
-            for dataset in [answers[held_out.name]]
-            for answer, row in zip(
-                dataset, answer_rows(dataset, list(held_out.prompts), self.tokenizer), strict=True
-            )
-        ]
+        rows = []
+        for held_out in self.held_outs:
+            trajectories = answers[held_out.name]
+            described = answer_rows(trajectories, list(held_out.prompts), self.tokenizer)
+            for answer, row in zip(trajectories, described, strict=True):
+                rows.append({"dataset": held_out.name} | row | {"vote": answer.vote})
+        return rows
 
 
 def evaluate(evaluation: Evaluation, folder: Path) -> int:
@@ -226,9 +225,10 @@ def tables(results: Results, width: int) -> Iterator[Table]:
     names = list(results["datasets"])
     metrics = {name: _shown(results["datasets"][name]) for name in names}
     titles = list(metrics[names[0]])
-    column = 3 + max(
-        map(len, [*names, *(text for texts in metrics.values() for text in texts.values())])
-    )
+    cells = list(names)
+    for texts in metrics.values():
+        cells += texts.values()
+    column = 3 + max(map(len, cells))
     room = width - 4 - max(map(len, titles))
     count = max(1, room // column)
     for first in range(0, len(names), count):

@@ -167,12 +167,13 @@ def engine_settings(name: str, step: int | None = None) -> EngineSettings:
         raise UserError(str(error).removeprefix("model.path: ")) from error
     dtype = "float32" if (config.get("dtype") or config.get("torch_dtype")) == "float32" else "bfloat16"
     length = min(config.get("max_position_embeddings") or LONGEST, LONGEST)
+    itemsize = 4 if dtype == "float32" else 2
     return EngineSettings(
         model=str(folder),
         dtype=dtype,
         max_model_len=length,
         max_num_seqs=1,
-        kv_cache_bytes=(length + _SPARE) * kv_elements(config) * (4 if dtype == "float32" else 2),
+        kv_cache_bytes=(length + _SPARE) * kv_elements(config) * itemsize,
         sleep=False,
         device_indices=first_devices(1),
         **cpu_binding([0], 1),

@@ -191,9 +191,8 @@ def route_bytes(path: str) -> int:
     """
     model = model_config(path)
     experts = next((model[key] for key in EXPERT_KEYS if model.get(key)), 0)
-    return int(
-        model["num_hidden_layers"] * model.get("num_experts_per_tok", 1) * (1 if experts <= 256 else 2)
-    )
+    itemsize = 1 if experts <= 256 else 2
+    return int(model["num_hidden_layers"] * model.get("num_experts_per_tok", 1) * itemsize)
 
 
 def memory_table(
@@ -212,13 +211,13 @@ def memory_table(
     for part in parts:
         table.add_row(part.name, *(_gib(getattr(part, column)) for column in COLUMNS), part.remark)
     table.add_section()
-    of = (
-        f"of {device_gib:.1f} GiB"
-        if resolve_device(config) == "cuda"
-        else f"times {ranks}, of {device_gib:.1f} GiB"
-    )
-    sums = (sum(getattr(part, column) for part in parts) for column in COLUMNS)
-    table.add_row("sum", *map(_gib, sums), of)
+    of = f"of {device_gib:.1f} GiB"
+    if resolve_device(config) != "cuda":
+        of = f"times {ranks}, {of}"
+    sums = []
+    for column in COLUMNS:
+        sums.append(_gib(sum(getattr(part, column) for part in parts)))
+    table.add_row("sum", *sums, of)
     host = host_part(config, model, ranks)
     if host.generating or host.training:
         table.add_row(host.name, *(_gib(getattr(host, column)) for column in COLUMNS), host.remark)

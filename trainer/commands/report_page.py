@@ -174,12 +174,11 @@ def recipe_lines(recipe: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
         for key, value in keys.items():
             defaults = default.get(section, {})
             name = f"{section}.{key}"
-            text = (
-                ""
-                if name in ("model.path", "data.path") or key not in defaults
-                else _yaml(defaults[key])
-            )
-            lines.append((name, _yaml(value), text, key not in defaults or value != defaults[key]))
+            text = ""
+            if key in defaults and name not in ("model.path", "data.path"):
+                text = _yaml(defaults[key])
+            differs = key not in defaults or value != defaults[key]
+            lines.append((name, _yaml(value), text, differs))
     return lines
 
 

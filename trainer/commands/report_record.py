@@ -186,11 +186,10 @@ def _short(seconds: float) -> str:
 
 def memory(rows: Rows) -> Iterator[Sequence[str]]:
     """Yield the most memory of trainer and engine in each phase, in GiB."""
-    for key in dict.fromkeys(
-        key for row in rows for key in row if re.match("memory/.*_(gib|bytes)", key)
-    ):
-        name = re.sub("_gib|_bytes", "", key.removeprefix("memory/")).replace("_", " ")
-        yield (
-            name,
-            f"{max(series(rows, key)[1], default=0.0) / (2**30 if key.endswith('_bytes') else 1):.2f}",
-        )
+    keys = dict.fromkeys(key for row in rows for key in row)
+    for key in keys:
+        if re.match("memory/.*_(gib|bytes)", key):
+            name = re.sub("_gib|_bytes", "", key.removeprefix("memory/")).replace("_", " ")
+            most = max(series(rows, key)[1], default=0.0)
+            unit = 2**30 if key.endswith("_bytes") else 1
+            yield name, f"{most / unit:.2f}"

@@ -31,10 +31,10 @@ class Runs:
         """Return the current records of the runs, and an ETag of them. Raises UserError if a folder
         is not a run's.
         """
-        stats = [
-            [(file.stat().st_mtime_ns, file.stat().st_size) for file in _present(f)]
-            for f in self._folders
-        ]
+        stats = []
+        for folder in self._folders:
+            files = _present(folder)
+            stats.append([(file.stat().st_mtime_ns, file.stat().st_size) for file in files])
         if stats != self._stats:
             self._records = [read_record(folder, begun=False) for folder in self._folders]
             self._stats = stats

@@ -71,8 +71,9 @@ def main(arguments: argparse.Namespace) -> int:
     ends = end_tokens(settings.model, tokenizer, stop_token_ids=chosen)
     for line in ends.remarks:
         print(line, file=sys.stderr)
+    usual_name = folder.resolve().name if folder.is_dir() else arguments.model
     server = ServerSettings(
-        model_name=arguments.name or (folder.resolve().name if folder.is_dir() else arguments.model),
+        model_name=arguments.name or usual_name,
         host=arguments.host,
         port=arguments.port,
         api_key=arguments.api_key or None,

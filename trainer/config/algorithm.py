@@ -278,9 +278,10 @@ class AlgorithmConfig(Section):
         """Fill in the preset's keys where the recipe has none. The keys of a loss apply only with
         that loss.
         """
-        if not isinstance(values, dict) or not all(
-            isinstance(values.get(name, ""), str | None) for name in ("preset", "loss")
-        ):
+        if not isinstance(values, dict):
+            return values
+        chosen = [values.get("preset", ""), values.get("loss", "")]
+        if not all(isinstance(name, str | None) for name in chosen):
             return values  # types are checked afterwards
         preset = PRESETS[values["preset"]].keys if values.get("preset") in PRESETS else {}
         loss = values.get("loss", preset.get("loss", "clip"))

@@ -214,8 +214,9 @@ def _check_backend(config: TrainConfig) -> Iterator[str]:
     fsdp_only = {"policy.compile": policy.compile, "critic.shared": config.critic.shared}
     fsdp_only["policy.shard_size"] = policy.shard_size is not None
     fsdp_only["policy.expert_parallel"] = policy.expert_parallel > 1
-    for key in filter(fsdp_only.get, fsdp_only) if policy.backend != "fsdp" else ():
-        yield f"{key} works with policy.backend: fsdp only"
+    for key, chosen in fsdp_only.items():
+        if chosen and policy.backend != "fsdp":
+            yield f"{key} works with policy.backend: fsdp only"
     if policy.offload_activations and policy.activation_checkpointing == "none":
         yield (
             "policy.offload_activations is true, but only the inputs of recomputed layers are moved: "
@@ -376,12 +377,13 @@ def _check_rollout(config: TrainConfig) -> Iterator[str]:
             f"rollout.{named[0]} and rollout.{named[1]} are both set, but only one can run an episode: "
             "leave one out"
         )
-    if rollout.tools and (custom := [key for key in named if key != "environment"]):
+    custom = [key for key in named if key != "environment"]
+    if rollout.tools and custom:
         yield (
             f"rollout.tools is set, but rollout.{custom[0]} calls its tools itself: leave one of the "
             "two out"
         )
-    if rollout.mcp and (custom := [key for key in named if key != "environment"]):
+    if rollout.mcp and custom:
         yield (
             f"rollout.mcp is set, but rollout.{custom[0]} calls its tools itself: leave one of the two "
             "out"
@@ -473,7 +475,9 @@ def _check_memory(config: TrainConfig) -> Iterator[str]:
             f"{names} = {answers:g} answers in a step, but at most {_MOST_ANSWERS} are possible: lower "
             "one of them"
         )
-    if (table := 4 * engine.max_num_seqs * engine.max_model_len / 2**30) > (host := host_gib()):
+    table = 4 * engine.max_num_seqs * engine.max_model_len / 2**30
+    host = host_gib()
+    if table > host:
         names = "engine.max_num_seqs * engine.max_model_len"
         yield (
             f"{names}: vLLM's table of ids takes {table:g} GiB, and this machine has {host:.0f}: lower "

@@ -259,10 +259,14 @@ def out_of_reach() -> str:
             return f"{kind.upper()}_PROXY is a SOCKS proxy, which needs pip install 'httpx[socks]'"
     proxy = proxies.get("https") or proxies.get("all")
     url = urlsplit(proxy or os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    if url.scheme == "http":
+        usual_port = 80
+    elif url.scheme.startswith("socks"):
+        usual_port = 1080
+    else:
+        usual_port = 443
     try:
-        port = url.port or (
-            80 if url.scheme == "http" else 1080 if url.scheme.startswith("socks") else 443
-        )
+        port = url.port or usual_port
         socket.create_connection((url.hostname or "", port), timeout=_CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:
         return f"{url.hostname} cannot be reached: {error}"

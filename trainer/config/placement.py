@@ -77,7 +77,11 @@ def check_placement(config: TrainConfig, ranks: int, neighbours: int) -> Iterato
     """
     chosen = placement(config)
     for name, other in PLACEMENTS.items():
-        if other is not chosen and (key := other.number) and (value := getattr(config.engine, key)) > 1:
+        key = other.number
+        if other is chosen or not key:
+            continue
+        value = getattr(config.engine, key)
+        if value > 1:
             yield (
                 f"engine.{key} is {value}, but engine.placement is not {name}: set it, or leave {key} "
                 "out"
@@ -88,11 +92,9 @@ def check_placement(config: TrainConfig, ranks: int, neighbours: int) -> Iterato
 def _shared_problems(config: TrainConfig, ranks: int, neighbours: int) -> Iterator[str]:
     size = config.engine.tensor_parallel_size
     if neighbours % size:
-        what = (
-            "the number of ranks"
-            if neighbours == ranks
-            else "the ranks of one machine (LOCAL_WORLD_SIZE)"
-        )
+        what = "the number of ranks"
+        if neighbours != ranks:
+            what = "the ranks of one machine (LOCAL_WORLD_SIZE)"
         yield f"{what} = {neighbours} must be divisible by engine.tensor_parallel_size ({size})"
     if config.rollout.lag:
         yield (

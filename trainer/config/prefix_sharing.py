@@ -54,7 +54,7 @@ def _obstacles(config: TrainConfig, models: Models) -> Iterator[str]:
     for name, model in models:
         if unfit := sorted(set(model.get("layer_types") or ()) - set(BRANCHING_LAYERS)):
             yield f"{name} has layers ({', '.join(unfit)}) whose state at a branch no branch would get"
-        if dropped := [
-            key for key, share in model.items() if key.endswith(("dropout", "_pdrop")) and share
-        ]:
+        dropout = [key for key in model if key.endswith(("dropout", "_pdrop"))]
+        dropped = [key for key in dropout if model[key]]
+        if dropped:
             yield f"{name} has {dropped[0]}, which would drop the same for all answers to a prompt"

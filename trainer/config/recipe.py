@@ -4,7 +4,7 @@ that is wrong.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import reduce
 from operator import getitem
@@ -125,11 +125,12 @@ def _texts(unresolved: Any, values: Any, *path: str | int) -> Iterator[tuple[Key
     """Yield the path of each text, the text, and its resolved value."""
     if isinstance(unresolved, str):
         yield path, unresolved, values
-    elif isinstance(unresolved, dict | list):
-        for key, inner in unresolved.items() if isinstance(unresolved, dict) else enumerate(unresolved):
-            yield from _texts(
-                inner, values[key], *path, str(key) if isinstance(unresolved, dict) else key
-            )
+    elif isinstance(unresolved, dict):
+        for key, inner in unresolved.items():
+            yield from _texts(inner, values[key], *path, str(key))
+    elif isinstance(unresolved, list):
+        for index, inner in enumerate(unresolved):
+            yield from _texts(inner, values[index], *path, index)
 
 
 def _values(recipe: Path, overrides: list[str]) -> tuple[Any, Any]:
@@ -215,10 +216,10 @@ def known_keys(
     for name, field in model.model_fields.items():
         yield prefix + name, field
         # Of `Section | None`, say, the section
-        alternatives = [field.annotation, *get_args(field.annotation)]
-        for inner in (
-            alternatives if get_origin(field.annotation) in (Union, UnionType) else alternatives[:1]
-        ):
+        alternatives = [field.annotation]
+        if get_origin(field.annotation) in (Union, UnionType):
+            alternatives += get_args(field.annotation)
+        for inner in alternatives:
             path = f"{prefix}{name}."
             if (origin := get_origin(inner)) in (list, dict):
                 inner = get_args(inner)[-1]
@@ -231,9 +232,11 @@ def _odd_values(value: Any, *path: str) -> Iterator[str]:
     """Yield sentences about values that no key takes: those nested too deep, and texts with NUL or
     not in UTF-8.
     """
-    inside = (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    )
+    inside: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        inside = value.items()
+    elif isinstance(value, list):
+        inside = enumerate(value)
     if len(path) > _DEEPEST:
         yield f"{'.'.join(path[:3])} holds lists or mappings more than {_DEEPEST} deep: make it flatter"
         return
@@ -249,19 +252,15 @@ def _path(error: ErrorDetails, values: Any) -> KeyPath:
     """
     path: list[str | int] = []
     for part in error["loc"]:
-        there = (
-            part in values
-            if isinstance(values, dict)
-            else isinstance(values, list) and isinstance(part, int)
-        )
+        if isinstance(values, dict):
+            there = part in values
+        else:
+            there = isinstance(values, list) and isinstance(part, int)
         if not there and error["type"] != "missing":
             break
         path.append(part)
-        values = (
-            values[part]
-            if there and not (isinstance(values, list) and len(values) <= int(part))
-            else None
-        )
+        beyond = there and isinstance(values, list) and len(values) <= int(part)
+        values = values[part] if there and not beyond else None
     return tuple(path)
 
 

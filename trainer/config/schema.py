@@ -538,11 +538,9 @@ class RewardConfig(Section):
     @field_validator("functions", mode="before")
     @classmethod
     def _names_alone(cls, value: object) -> object:
-        return (
-            [{"name": item} if isinstance(item, str) else item for item in value]
-            if isinstance(value, list)
-            else value
-        )
+        if not isinstance(value, list):
+            return value
+        return [{"name": item} if isinstance(item, str) else item for item in value]
 
 
 class ProcessesConfig(Section):
@@ -814,11 +812,10 @@ class TrainConfig(Section):
         number.
         """
         values = self.model_dump(mode="json")
-        self._unresolved |= {
-            path: text
-            for path, text in texts.items()
-            if len(path) != 2 or not isinstance(values[str(path[0])][path[1]], int | float)
-        }
+        for path, text in texts.items():
+            of_key = len(path) == 2
+            if not (of_key and isinstance(values[str(path[0])][path[1]], int | float)):
+                self._unresolved[path] = text
 
     def recorded(self) -> dict[str, Any]:
         """Return the recipe in JSON values, for a run's files; what the environment holds
