@@ -96,11 +96,9 @@ def _dispatch(argv: list[str]) -> int:
     if arguments.dry_run:
         check_inputs(config, command)
         print(to_yaml(config, mask=True), end="")
-        inputs = (
-            "prompts, rewards and the model's sizes"
-            if command == "train"
-            else "answers and the model's sizes"
-        )
+        inputs = "answers and the model's sizes"
+        if command == "train":
+            inputs = "prompts, rewards and the model's sizes"
         start = shlex.join(word for word in argv if word != "--dry-run")
         print(f"# all checked: keys, tokenizer, {inputs}; to start: {own_command()} {start}")
         return 0
@@ -183,9 +181,9 @@ def check_inputs(config: TrainConfig, command: str) -> None:
     ends = end_tokens(config.model.path, tokenizer, data, config.sampling.stop_token_ids)
     for line in (*unread_keys(tokenizer, data), *ends.remarks):
         say(line)
+    evaluated = config.eval.datasets if config.eval.every else {}
     held_outs = {
-        name: load_held_out(dataset, data, tokenizer, images)
-        for name, dataset in (config.eval.datasets.items() if config.eval.every else ())
+        name: load_held_out(dataset, data, tokenizer, images) for name, dataset in evaluated.items()
     }
     for line in prompt_lines(prompts, held_outs, tokenizer):
         say(line)
@@ -244,9 +242,10 @@ def value_meanings(field: FieldInfo) -> dict[str, str]:
     """Return the meaning of each value of a key that takes a fixed set of values."""
     extra: Any = field.json_schema_extra or {}
     tables = [choice.table for choice in _choices(_annotation(field))]
-    return extra.get("values", {}) | {
-        name: entry.meaning for table in tables for name, entry in table.items()
-    }
+    meanings = dict(extra.get("values", {}))
+    for table in tables:
+        meanings |= {name: entry.meaning for name, entry in table.items()}
+    return meanings
 
 
 def _annotation(field: FieldInfo) -> Any:
@@ -258,12 +257,11 @@ def _annotation(field: FieldInfo) -> Any:
 
 def _choices(annotation: Any) -> list[OneOf]:
     metadata = getattr(annotation, "__metadata__", ())
-    return [item for item in metadata if isinstance(item, OneOf)] + [
-        choice
-        for part in get_args(annotation)
-        if not isinstance(part, str | int)
-        for choice in _choices(part)
-    ]
+    choices = [item for item in metadata if isinstance(item, OneOf)]
+    for part in get_args(annotation):
+        if not isinstance(part, str | int):
+            choices += _choices(part)
+    return choices
 
 
 def _type(annotation: Any) -> str:

@@ -96,12 +96,12 @@ def init_process_group(
     # Further groups, of a mesh or of neighbours, would wait 10 or 30 minutes, whatever the first
     # group does.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
-    met = (
-        next(dist.rendezvous("env://", timeout=timeout))
-        if "RANK" in os.environ
-        else (dist.HashStore(), 0, 1)
-    )
-    _store, rank_, world = met
+    if "RANK" in os.environ:
+        _store, rank_, world = next(dist.rendezvous("env://", timeout=timeout))
+    else:
+        _store = dist.HashStore()
+        rank_ = 0
+        world = 1
     if rank_ >= world - apart and not apart_have_devices:
         cuda = False
     if cuda:

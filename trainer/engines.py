@@ -46,10 +46,10 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         local_ranks = engine.replicas * size
     cores = cpu_binding(group, local_ranks)
     needed = processor_arguments(config, on_cuda)
-    both = {
-        "additional_config": needed.get("additional_config", {})
-        | engine.extra.get("additional_config", {})
-    }
+    extra = needed | engine.extra
+    additional = needed.get("additional_config", {}) | engine.extra.get("additional_config", {})
+    if additional:
+        extra["additional_config"] = additional
     return EngineSettings(
         model=str(resolve_folder(config.model.path)),
         tokenizer=config.model.tokenizer,
@@ -77,7 +77,7 @@ def engine_settings(config: TrainConfig, on_cuda: bool) -> EngineSettings:
         worker_extension=WORKER_EXTENSION,
         keyed_noise=config.rollout.slice_tokens is not None,
         worker_class=SHARING_WORKER if shares_memory and on_cuda else None,
-        extra=needed | engine.extra | (both if both["additional_config"] else {}),
+        extra=extra,
     )
 
 

@@ -57,7 +57,8 @@ def majority_at_k(votes: Sequence[str | None], right: Sequence[bool], k: int) ->
                 for ballots in range(max(0, left - pool + count), min(count, most, left) + 1):
                     share = comb(count, ballots) * comb(pool - count, left - ballots) / comb(pool, left)
                     wins = ballots == most
-                    before = grown.get(state := (winners + wins, left - ballots), (0.0, 0.0))
+                    state = (winners + wins, left - ballots)
+                    before = grown.get(state, (0.0, 0.0))
                     gained = chance * verdicts[vote] / count if wins else 0.0
                     grown[state] = before[0] + chance * share, before[1] + (worth + gained) * share
             states = grown
@@ -96,9 +97,9 @@ def evaluation_metrics(
     several = datasets.items() if len(datasets) > 1 else ()
     metrics = {f"eval/{name}/{key}": value for name, part in several for key, value in part.items()}
     keys = dict.fromkeys(key for part in datasets.values() for key in part)
-    return metrics | {
-        f"eval/{key}": _mean([part.get(key, 0.0) for part in datasets.values()]) for key in keys
-    }
+    for key in keys:
+        metrics[f"eval/{key}"] = _mean([part.get(key, 0.0) for part in datasets.values()])
+    return metrics
 
 
 def dataset_metrics(
@@ -120,25 +121,31 @@ def dataset_metrics(
     prompts = _by_prompt(trajectories)
     episodes = [episode for answers in prompts for episode in answers]
     judged = _judged(prompts, name)
+    rewards = []
+    for answers in judged:
+        rewards.append(_mean([0.0 if _failed(e) else e[-1].reward for e in answers]))
+    lengths = []
+    misjudged = []
+    for episode in episodes:
+        lengths.append(float(sum(trajectory.sampled for trajectory in episode)))
+        misjudged.append(float(any(trajectory.misjudged for trajectory in episode)))
     metrics = {
         "accuracy": _mean(accuracies(trajectories, labels)),
-        "reward": _mean(
-            [_mean([0.0 if _failed(e) else e[-1].reward for e in answers]) for answers in judged]
-        ),
-        "length": _mean([float(sum(t.sampled for t in episode)) for episode in episodes]),
+        "reward": _mean(rewards),
+        "length": _mean(lengths),
         "truncated": _mean([float(episode[-1].cut) for episode in episodes]),
     }
-    if any(t.misjudged for t in trajectories):
-        metrics["misjudged"] = _mean([float(any(t.misjudged for t in episode)) for episode in episodes])
+    if any(misjudged):
+        metrics["misjudged"] = _mean(misjudged)
     if any(_unjudged(episode) for episode in episodes):
         metrics["abstained"] = _mean([float(_unjudged(episode)) for episode in episodes])
     for k in config.k:
         judged = _judged(prompts, name, least=k)
-        verdicts = [
-            [not _failed(e) and _score(e, labels) >= config.right_from for e in answers]
-            for answers in judged
-        ]
-        votes = [[None if _failed(e) else e[-1].vote for e in answers] for answers in judged]
+        verdicts = []
+        votes = []
+        for answers in judged:
+            verdicts.append([not _failed(e) and _score(e, labels) >= config.right_from for e in answers])
+            votes.append([None if _failed(e) else e[-1].vote for e in answers])
         metrics[f"pass@{k}"] = _mean([pass_at_k(len(right), sum(right), k) for right in verdicts])
         metrics[f"majority@{k}"] = _mean(
             [majority_at_k(v, right, k) for v, right in zip(votes, verdicts, strict=True)]
@@ -150,8 +157,10 @@ def accuracies(trajectories: Sequence[Answer], labels: Sequence[str]) -> list[fl
     """Return the accuracy of each prompt, the mean over its answers from which not all functions
     abstained.
     """
-    judged = _judged(_by_prompt(trajectories))
-    return [_mean([_score(episode, labels) for episode in answers]) for answers in judged]
+    means = []
+    for answers in _judged(_by_prompt(trajectories)):
+        means.append(_mean([_score(episode, labels) for episode in answers]))
+    return means
 
 
 def standard_error(values: Sequence[float]) -> float:

@@ -167,11 +167,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)  # the rest takes only a moment
     with os.fdopen(messages_file, "rb") as file:  # of `processes.leave_word`, in the order of writing
         messages = [json.loads(line) for line in file.read().splitlines()]
-    ending = (
-        f"was interrupted by {signal.Signals(code - 128).name}"
-        if code - 128 in _INTERRUPTIONS
-        else "failed"
-    )
+    ending = "failed"
+    if code - 128 in _INTERRUPTIONS:
+        ending = f"was interrupted by {signal.Signals(code - 128).name}"
     reasons = _reasons(messages, failures)
     if outcome.checkpoints:
         rows = read_rows(Path(outcome.checkpoints).with_name("metrics.jsonl"))
@@ -256,7 +254,9 @@ def _reasons(messages: list[dict[str, Any]], failures: dict[int, ProcessFailure]
 
 
 def _list(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+    if len(ranks) == 1:
+        return str(ranks[0])
+    return ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
 
 
 def _beginning(args: Any) -> supervisor.Outcome:

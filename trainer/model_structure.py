@@ -143,13 +143,12 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    ends = {id(embedding.weight)} | ({id(head.weight)} if head is not None else set())
-    of_images = [
-        p
-        for part in vision_modules(model).values()
-        for p in part.parameters()
-        if len(whole_shape(p)) > 1
-    ]
+    ends = {id(embedding.weight)}
+    if head is not None:
+        ends.add(id(head.weight))
+    of_images: list[torch.Tensor] = []
+    for part in vision_modules(model).values():
+        of_images += [weight for weight in part.parameters() if len(whole_shape(weight)) > 1]
     outside = ends | set(map(id, of_images))
     trunk = learned = 0
     for name, parameter in model.named_parameters():

@@ -32,9 +32,8 @@ def main(config: TrainConfig, lock: RunLock | None = None) -> None:
         resources.callback(stop_forking)
         trains = rank(EVERYBODY) < training_ranks(config, world_size(EVERYBODY))
         with watchdog.phase("start-up", config.run.first_step_deadline_s):
-            run = (
-                RLTrainer(config, watchdog, resources).train
-                if trains
-                else generate(config, watchdog, resources)
-            )
+            if trains:
+                run = RLTrainer(config, watchdog, resources).train
+            else:
+                run = generate(config, watchdog, resources)
         run()

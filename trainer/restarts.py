@@ -136,9 +136,8 @@ class EngineRestarts:
         ]
         if not new:
             raise failure
-        self._deaths = [(at, which) for at, which in self._deaths if now - at < _HOUR] + [
-            (now, which) for which in new
-        ]
+        self._deaths = [(at, which) for at, which in self._deaths if now - at < _HOUR]
+        self._deaths += [(now, which) for which in new]
         allowed = self._config.engine.restarts
         if len(self._deaths) > allowed:
             last = "; ".join(which for _, which in self._deaths[-_CAUSES_TOLD:])

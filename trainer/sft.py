@@ -9,7 +9,7 @@ import math
 import signal
 import statistics
 import time
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 
 import torch
 from torch import Tensor
@@ -198,11 +198,11 @@ def batches_of(samples: list[Transcript], batcher: Batcher) -> list[MicroBatch]:
     Collective.
     """
     shares = batcher.deal_samples(samples)
-    with (
-        agreed("reading the images of the samples")
-        if any(sample.stored for sample in samples)
-        else nullcontext()
-    ):
+    # Without images no rank can fail, and ranks need not agree
+    together: AbstractContextManager[None] = nullcontext()
+    if any(sample.stored for sample in samples):
+        together = agreed("reading the images of the samples")
+    with together:
         share = [samples[i].with_images() for i in shares[rank()]]
     return batcher.micro_batches(share)
 

@@ -54,12 +54,10 @@ class Transcript(Sample):
         """Return a copy with its images read. Raises UserError if an image has changed since it was
         loaded.
         """
+        if not self.stored:
+            return self
         try:
-            return (
-                replace(self, images=tuple(image.read() for image in self.stored))
-                if self.stored
-                else self
-            )
+            return replace(self, images=tuple(image.read() for image in self.stored))
         except ValueError as error:
             raise UserError(str(error)) from error
 
