@@ -66,7 +66,7 @@ def test_a_schema_comes_from_signature_and_docstring() -> None:
         "type": "function",
         "function": {
             "name": "add",
-            "description": "The sum. Two numbers, or one and its successor.",
+            "description": "Return the sum. Two numbers, or one and its successor.",
             "parameters": {
                 "type": "object",
                 "properties": {
