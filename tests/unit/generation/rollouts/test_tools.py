@@ -325,4 +325,4 @@ def test_the_calculator_example_is_short_and_right() -> None:
     lines = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
     # Each a training loop of its own
     programs = [lines.pop("accelerate_loop.py"), lines.pop("reinforce_loop.py")]
-    assert max(programs) < 100 and max(lines.values()) < 50
+    assert max(programs) < 120 and max(lines.values()) < 50
