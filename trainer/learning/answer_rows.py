@@ -173,12 +173,12 @@ class TokenMetrics:
                     batch.loss_mask,
                     batch.engine_logprobs,
                     batch.advantages,
+                    outputs.logprobs,
+                    outputs.entropy,
                 )
-                kept = [
-                    x[row, : batch.lengths[row] - 1]
-                    for x in (*tensors, outputs.logprobs, outputs.entropy)
-                ]
-                self._noted.append((watched, [tensor.detach().clone() for tensor in kept]))
+                size = batch.lengths[row] - 1
+                kept = [tensor[row, :size].detach().clone() for tensor in tensors]
+                self._noted.append((watched, kept))
 
     def take(self) -> list[Watched]:
         """Return the chosen trajectories with gap (nats, trainer minus engine), entropy (nats) and
@@ -200,12 +200,18 @@ def token_rows(
     watched: list[Watched], prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
     """Return the rows of tokens.jsonl for a step on `prompts`."""
-    return [
-        {"prompt_id": prompts[trace.answer.prompt_index].id, "sample": trace.answer.sample_index}
-        | {"reward": trace.answer.reward, "tokens": [_text(token, tokenizer) for token in trace.ids]}
-        | {name: [_rounded(value) for value in values] for name, values in trace.metrics.items()}
-        for trace in watched
-    ]
+    rows = []
+    for trace in watched:
+        row: dict[str, Any] = {
+            "prompt_id": prompts[trace.answer.prompt_index].id,
+            "sample": trace.answer.sample_index,
+            "reward": trace.answer.reward,
+            "tokens": [_text(token, tokenizer) for token in trace.ids],
+        }
+        for name, values in trace.metrics.items():
+            row[name] = [_rounded(value) for value in values]
+        rows.append(row)
+    return rows
 
 
 def _rounded(value: float | None) -> float | None:
@@ -219,8 +225,6 @@ def _text(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
     """
     text = tokenizer.decode([token])
     piece = tokenizer.convert_ids_to_tokens(token)
-    return (
-        f" {text}"
-        if isinstance(piece, str) and piece.startswith("▁") and not text.startswith(" ")
-        else text
-    )
+    if isinstance(piece, str) and piece.startswith("▁") and not text.startswith(" "):
+        return f" {text}"
+    return text

@@ -83,22 +83,19 @@ def gather_answers(
         rows = np.array([_row(t) for t in local], dtype=ROW).tobytes()
         turns = {index: t.turn_rewards for index, t in enumerate(local) if t.turn_rewards}
         parts = [(t.reward_parts, t.vote) for t in local] if details else []
-        old = {
-            index: count
-            for index, t in enumerate(local)
-            if (count := sum(t.loss_mask[: old_tokens(t, version)]))
-        }
+        old = {}
+        for index, trajectory in enumerate(local):
+            count = sum(trajectory.loss_mask[: old_tokens(trajectory, version)])
+            if count:
+                old[index] = count
         packed = msgspec.msgpack.encode((rows, turns, old, parts))
-    answers = [
-        answer
-        for source, data in enumerate(send_to_all(packed))
-        for answer in _decoded(source, data, local)
-    ]
+    answers: list[Answer] = []
+    for source, data in enumerate(send_to_all(packed)):
+        answers += _decoded(source, data, local)
     answers.sort(key=lambda answer: (answer.prompt_index, answer.sample_index))
     for name in ("error", "misjudged"):
-        if first := next(
-            (a for a in answers if getattr(a, name) and (name == "misjudged" or not a.misjudged)), None
-        ):
+        failed = (a for a in answers if getattr(a, name) and (name == "misjudged" or not a.misjudged))
+        if first := next(failed, None):
             words = send_to_all(getattr(first, name).encode(errors="replace"))[first.rank].decode()
             setattr(first, name, words)
     return answers
@@ -108,8 +105,13 @@ def failed_episodes(answers: Sequence[Answer]) -> list[str]:
     """Return the errors of the episodes that failed for another reason than a reward function, one
     for each episode.
     """
-    episodes = [episode for episode in by_episode(answers) if not any(t.misjudged for t in episode)]
-    return [error for episode in episodes if (error := next((t.error for t in episode if t.error), ""))]
+    errors = []
+    for episode in by_episode(answers):
+        misjudged = any(answer.misjudged for answer in episode)
+        error = next((answer.error for answer in episode if answer.error), "")
+        if error and not misjudged:
+            errors.append(error)
+    return errors
 
 
 def old_tokens(trajectory: Trajectory, version: int | None) -> int:
@@ -169,6 +171,11 @@ def _decoded(source: int, data: bytes, local: Sequence[Trajectory]) -> list[Answ
         prompt, sample, reward, length, sampled, count, runs, flags = row
         trajectory = local[index] if source == rank() else None
         reward_parts, vote = parts[index] if parts else ({}, None)
+        misjudged = error = ""
+        if flags & _MISJUDGED:
+            misjudged = trajectory.reward_error if trajectory else generic
+        if flags & _FAILED:
+            error = trajectory.error if trajectory else generic
         answer = Answer(
             rank=source,
             prompt_index=prompt,
@@ -180,8 +187,8 @@ def _decoded(source: int, data: bytes, local: Sequence[Trajectory]) -> list[Answ
             runs=runs,
             cut=bool(flags & _CUT),
             begins=bool(flags & _FIRST),
-            misjudged=(trajectory.reward_error if trajectory else generic) if flags & _MISJUDGED else "",
-            error=(trajectory.error if trajectory else generic) if flags & _FAILED else "",
+            misjudged=misjudged,
+            error=error,
             turn_rewards=turns.get(index, []),
             abstained=bool(flags & _ABSTAINED),
             old=old.get(index, 0),
@@ -264,14 +271,14 @@ def _packed_images(pairs: list[tuple[Answer, Sample]]) -> bytes:
     if not any(sample.images for _, sample in pairs):
         return b""
     files: dict[str, tuple[bytes, tuple[int, int]]] = {}
+    contents = []
     for answer, sample in pairs:
         stored = {image.digest for image in answer.stored_images}
-        files |= {
-            image.digest: (image.data, image.size)
-            for image in sample.images
-            if image.digest not in stored
-        }
-    contents = [([image.digest for image in sample.images], sample.image_spans) for _, sample in pairs]
+        for image in sample.images:
+            if image.digest not in stored:
+                files[image.digest] = image.data, image.size
+        digests = [image.digest for image in sample.images]
+        contents.append((digests, sample.image_spans))
     return msgspec.msgpack.encode((files, contents))
 
 

@@ -89,7 +89,10 @@ def _deal_units(
     most = max(map(work, apart))
     while True:
         shares = assign_to_ranks(works, len(apart))
-        dealt = [sorted(row for number in share for row in units[number]) for share in shares]
+        dealt = []
+        for share in shares:
+            rows = [row for number in share for row in units[number]]
+            dealt.append(sorted(rows))
         loads = list(map(work, dealt))  # parts of a unit that meet again have their beginning once
         fullest = loads.index(max(loads))
         able = [number for number in shares[fullest] if len(units[number]) > 1]
@@ -268,7 +271,8 @@ class Batcher:
             groups = self._level(groups, units, table, count)
         batches = []
         for group in groups:
-            rows, trie = _in_common([row for unit in group for row in units[unit].rows], prefixes)
+            members = [row for unit in group for row in units[unit].rows]
+            rows, trie = _in_common(members, prefixes)
             batches.append(self._padded([samples[row] for row in rows], rows, trie))
         filler = Sample(input_ids=[self.pad_id], loss_mask=[0], engine_logprobs=[0.0])
         return batches + [self._padded([filler], []) for _ in range(count - len(groups))]
@@ -289,8 +293,10 @@ class Batcher:
         """
 
         def unit_of(rows: list[int]) -> Unit:
-            pairs = [zip(samples[row].images, samples[row].image_spans, strict=True) for row in rows]
-            images = {image.digest: size for some in pairs for image, (_, size) in some}
+            images = {}
+            for row in rows:
+                for image, (_, size) in zip(samples[row].images, samples[row].image_spans, strict=True):
+                    images[image.digest] = size
             tokens = prefixes.cost(rows) + self._images_worth(images.values())
             longest = max(len(samples[row].input_ids) for row in rows)
             return Unit(rows, tokens, prefixes.cost(rows, self.worth), longest)
@@ -312,13 +318,14 @@ class Batcher:
 
         Ranks wait for each other in every micro-batch, so it takes as long as the fullest one.
         """
-        even = [group for group in assign_to_ranks([unit.work for unit in units], count) if group]
-        for some in ([units[i] for i in group] for group in even if len(group) > 1):
+        works = [unit.work for unit in units]
+        even = [group for group in assign_to_ranks(works, count) if group]
+        for group in even:
+            some = [units[i] for i in group]
+            tokens = sum(unit.tokens for unit in some)
             elements = sum(len(unit.rows) for unit in some) * max(unit.longest for unit in some)
-            if (
-                sum(unit.tokens for unit in some) > self.token_budget
-                or elements > table * self.token_budget
-            ):
+            exceeds = tokens > self.token_budget or elements > table * self.token_budget
+            if exceeds and len(group) > 1:
                 even = groups
         even = [sorted(group, key=lambda i: (-units[i].tokens, i)) for group in even]
         return sorted(even, key=lambda group: -sum(units[i].tokens for i in group))
@@ -336,10 +343,11 @@ class Batcher:
                 line[: len(row)] = torch.tensor(row, dtype=dtype)
             return padded
 
-        mask = table([sample.loss_mask for sample in samples], 0.0, torch.float32)[:, 1:].contiguous()
-        logprobs = table([sample.engine_logprobs for sample in samples], 0.0, torch.float32)[
-            :, 1:
-        ].contiguous()
+        ids = table([sample.input_ids for sample in samples], self.pad_id, torch.int64)
+        mask = table([sample.loss_mask for sample in samples], 0.0, torch.float32)
+        mask = mask[:, 1:].contiguous()
+        logprobs = table([sample.engine_logprobs for sample in samples], 0.0, torch.float32)
+        logprobs = logprobs[:, 1:].contiguous()
         routes = [sample.routes for sample in samples if sample.routes is not None]
         sizes = [max(1, length - 1) if self.packing else width - 1 for length in lengths]
         ages = None
@@ -352,8 +360,9 @@ class Batcher:
         joined = torch.cat(list(map(_stretched, routes, sizes))) if routes else None
         if joined is not None and layout.pack is not None:
             joined = layout.pack.local(_stretched(joined, sum(layout.pack.lengths)))
+        images = [span for row, sample in enumerate(samples) for span in _image_spans(row, sample)]
         return MicroBatch(
-            input_ids=table([sample.input_ids for sample in samples], self.pad_id, torch.int64),
+            input_ids=ids,
             loss_mask=mask,
             engine_logprobs=logprobs,
             advantages=torch.zeros_like(mask),
@@ -362,7 +371,7 @@ class Batcher:
             rows=rows,
             routes=joined,
             ages=ages,
-            images=[span for row, sample in enumerate(samples) for span in _image_spans(row, sample)],
+            images=images,
         ).to(self.device)
 
 

@@ -77,12 +77,10 @@ def _credit_tokens(minibatch: MiniBatch, config: TrainConfig, advantage: Advanta
         }
         if table is not None:
             rows = batch_rows(table, batch)
-            by_turns = algorithm.by_turns
-            rewards = (
-                advantages.at_turn_ends(rows, mask)
-                if by_turns
-                else advantages.at_sequence_end(rows[:, 0], mask)
-            )
+            if algorithm.by_turns:
+                rewards = advantages.at_turn_ends(rows, mask)
+            else:
+                rewards = advantages.at_sequence_end(rows[:, 0], mask)
             tensors["rewards"] = rewards + _kl_penalty(batch, algorithm)
         credit = advantage(keys, mask=mask, **tensors)
         batch.advantages, batch.returns = credit if advantage.takes("values") else (credit, None)
@@ -95,19 +93,16 @@ def _credit_groups(
     of a turn.
     """
     turns = config.algorithm.by_turns
-    penalties = _kl_penalties(minibatch, config.algorithm).split(
-        [len(group) for group in minibatch.groups]
-    )
-    table = _stacked(
-        [
-            trajectory_turns(group, _turn_advantages(group, config, advantage))
-            if turns
-            else _for_trajectories(
-                group, _outcome_advantages(group, penalty, config, advantage, reward_weights)
-            )
-            for group, penalty in zip(minibatch.groups, penalties, strict=True)
-        ]
-    )
+    sizes = [len(group) for group in minibatch.groups]
+    penalties = _kl_penalties(minibatch, config.algorithm).split(sizes)
+    tables = []
+    for group, penalty in zip(minibatch.groups, penalties, strict=True):
+        if turns:
+            tables.append(trajectory_turns(group, _turn_advantages(group, config, advantage)))
+        else:
+            outcome = _outcome_advantages(group, penalty, config, advantage, reward_weights)
+            tables.append(_for_trajectories(group, outcome))
+    table = _stacked(tables)
     for batch in minibatch.batches:
         rows = batch_rows(table, batch)
         mask = batch.loss_mask
@@ -132,10 +127,10 @@ def _outcome_advantages(
     if config.algorithm.rewards_apart:
         rewards, weights = groups.reward_components(group, reward_weights, config.reward.error_reward)
         relative = advantages.normalize_then_sum(rewards.unsqueeze(1), weights)
-        return (relative + advantages.centred(groups.overlong_penalty(group, config).unsqueeze(0))).T
-    return advantage(
-        dict(config.algorithm), rewards=(shaped_rewards(group, config) + penalties).unsqueeze(0)
-    ).T
+        overlong = groups.overlong_penalty(group, config).unsqueeze(0)
+        return (relative + advantages.centred(overlong)).T
+    totals = shaped_rewards(group, config) + penalties
+    return advantage(dict(config.algorithm), rewards=totals.unsqueeze(0)).T
 
 
 def _turn_advantages(group: Group, config: TrainConfig, advantage: Advantage) -> Tensor:

@@ -55,9 +55,10 @@ def informative(group: Group) -> bool:
     """Return True if a group's rewards, unshaped, differ in total or in a turn: DAPO
     (arXiv:2503.14476), equation 11.
     """
-    rewards = [
-        (episode[-1].reward, [reward for t in episode for reward in t.turn_rewards]) for episode in group
-    ]
+    rewards = []
+    for episode in group:
+        of_turns = [reward for t in episode for reward in t.turn_rewards]
+        rewards.append((episode[-1].reward, of_turns))
     return any(other != rewards[0] for other in rewards)
 
 
@@ -69,10 +70,11 @@ def shaped_rewards(group: Group, config: TrainConfig) -> Tensor:
     algorithm = config.algorithm
     if algorithm.length_strength:
         _refuse_negative(group, "length_strength")
-        lengths = torch.tensor([float(sum(t.sampled for t in episode)) for episode in group])
-        rewards = length_normalized(
-            rewards.unsqueeze(0), lengths.unsqueeze(0), algorithm.length_strength
-        )[0]
+        sizes = []
+        for episode in group:
+            sizes.append(float(sum(t.sampled for t in episode)))
+        lengths = torch.tensor(sizes).unsqueeze(0)
+        rewards = length_normalized(rewards.unsqueeze(0), lengths, algorithm.length_strength)[0]
     if algorithm.advantage_record.nonnegative:
         _refuse_negative(group, f"advantage: {algorithm.advantage}")
     return rewards + overlong_penalty(group, config)
@@ -86,8 +88,10 @@ def overlong_penalty(group: Group, config: TrainConfig) -> Tensor:
     if margin is None:
         return torch.zeros(len(group))
     longest = longest_answer(config)
-    lengths = torch.tensor([float(max(t.sampled for t in episode)) for episode in group])
-    return soft_overlong_penalty(lengths, longest, round(margin * longest))
+    sizes = []
+    for episode in group:
+        sizes.append(float(max(t.sampled for t in episode)))
+    return soft_overlong_penalty(torch.tensor(sizes), longest, round(margin * longest))
 
 
 def reward_components(group: Group, weights: dict[str, float], failed: float) -> tuple[Tensor, Tensor]:
@@ -99,7 +103,9 @@ def reward_components(group: Group, weights: dict[str, float], failed: float) ->
     none failed, the weighted sum of the rows without NaN is the reward.
     """
     last = [episode[-1] for episode in group]
-    columns = [[_component(t, label, failed) for t in last] for label in weights]
+    columns = []
+    for label in weights:
+        columns.append([_component(t, label, failed) for t in last])
     columns.append([t.reward - _scored(t, weights, failed) for t in last])
     return torch.tensor(columns, dtype=torch.float64), torch.tensor([*weights.values(), 1.0])
 
@@ -136,9 +142,10 @@ def turn_rewards(group: Group, totals: Tensor) -> tuple[Tensor, Tensor]:
     rewards = torch.zeros(len(group), max(1, *counts))
     for row, episode, count, total in zip(rewards, group, counts, totals.tolist(), strict=True):
         if count:
-            first = [reward for t in episode for reward in (t.turn_rewards + [0.0] * t.runs)[: t.runs]][
-                : count - 1
-            ]
+            own: list[float] = []
+            for answer in episode:
+                own += (answer.turn_rewards + [0.0] * answer.runs)[: answer.runs]
+            first = own[: count - 1]
             row[: count - 1] = torch.tensor(first)
             row[count - 1] = total - sum(first)
     return rewards, (torch.arange(rewards.shape[1]) < torch.tensor(counts).unsqueeze(1)).float()
@@ -155,7 +162,8 @@ def trajectory_turns(group: Group, table: Tensor, later: bool = False) -> Tensor
     rows = []
     for row, episode in zip(table, group, strict=True):
         first = 0
-        for turns in (answer.runs for answer in episode):
+        for answer in episode:
+            turns = answer.runs
             shifted = row.roll(-first)
             first += turns
             if later and turns:
@@ -167,11 +175,9 @@ def trajectory_turns(group: Group, table: Tensor, later: bool = False) -> Tensor
 def _refuse_negative(group: Group, key: str) -> None:
     worst = min((episode[-1] for episode in group), key=lambda t: t.reward)
     if worst.reward < 0:
-        parts = (
-            worst.trajectory.reward_parts
-            if worst.trajectory is not None
-            else f"sampled on rank {worst.rank}"
-        )
+        parts: dict[str, float] | str = f"sampled on rank {worst.rank}"
+        if worst.trajectory is not None:
+            parts = worst.trajectory.reward_parts
         raise UserError(
             f"algorithm.{key} needs rewards of at least 0, but an answer got {worst.reward:g} "
             f"({parts or 'from its episode'}): shift the rewards, or leave "
@@ -207,7 +213,9 @@ def prepare(
     """
     filters = config.algorithm.overlong_filter
     masks = config.rollout.old_tokens == "mask"
-    answers = [[t for group in groups for episode in group for t in episode] for groups in portions]
+    answers = []
+    for groups in portions:
+        answers.append([t for group in groups for episode in group for t in episode])
     shares = [batcher.deal_answers(portion) for portion in answers]
     make = partial(
         to_sample, overlong_filter=filters, routes=batcher.routes, version=version, mask_old=masks
@@ -238,8 +246,11 @@ def to_sample(
     engine's routes (`checked_routes`).
     """
     prompt = len(trajectory.prompt_ids)
-    cut = overlong_filter and trajectory.finish_reason == "length"
-    masked = len(trajectory.loss_mask) if cut else old_tokens(trajectory, version) if mask_old else 0
+    masked = 0
+    if overlong_filter and trajectory.finish_reason == "length":
+        masked = len(trajectory.loss_mask)
+    elif mask_old:
+        masked = old_tokens(trajectory, version)
     ages = token_ages(trajectory, version)
     return Sample(
         input_ids=trajectory.prompt_ids + trajectory.response_ids,

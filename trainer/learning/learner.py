@@ -84,12 +84,15 @@ class Learner:
             groups = [group for group in groups if informative(group)]
         filters = config.algorithm.overlong_filter
         masks = config.rollout.old_tokens == "mask"
-        groups = [
-            g for g in groups if any(t.trainable(filters, masks) for episode in g for t in episode)
-        ]
+        kept = []
+        for group in groups:
+            if any(t.trainable(filters, masks) for episode in group for t in episode):
+                kept.append(group)
+        groups = kept
         # Shortcuts are tried before anything is computed with them. What is decided may change the
         # recipe.
-        self._prove_shortcuts([t for group in groups for episode in group for t in episode])
+        trained = [t for group in groups for episode in group for t in episode]
+        self._prove_shortcuts(trained)
         config = self.config
         # Each optimizer step gets its groups; each rank receives the answers of its share, in
         # micro-batches.
@@ -118,9 +121,7 @@ class Learner:
         # current version. If there is no update, or no such token in it, some answers are scored
         # before the weights change.
         gap: Metrics = {}
-        if not (
-            signal and any(t.sampled > t.old for group in groups for episode in group for t in episode)
-        ):
+        if not signal or all(t.sampled <= t.old for t in trained):
             waiting = [] if version is None else self.untrained()
             gap = gap_without_update([*answers, *waiting], self.policy, config, self.batcher, version)
         # Updates: the policy's, and the critic's, which learns returns also where no advantage is
@@ -189,7 +190,8 @@ class Learner:
         several = len(minibatches) * algorithm.num_iterations > 1
         for_balance = algorithm.balance_coef > 0 and self.config.model.routes == "recorded"
         if several or for_credit or for_balance or algorithm.high_entropy_share < 1:
-            for batches in (minibatch.batches for minibatch in minibatches):
+            for minibatch in minibatches:
+                batches = minibatch.batches
                 outputs = self.policy.score(batches, temperature)
                 for batch, old in zip(batches, outputs, strict=True):
                     batch.old_logprobs = old.logprobs

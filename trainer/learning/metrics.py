@@ -82,14 +82,14 @@ def engine_gap(gaps: list[tuple[Tensor, Tensor]], config: AlgorithmConfig) -> Me
     band before any training: the loss's band if its ratios are of single tokens, else 0.8 to 1.28.
     Empty without tokens, since a gap that was not measured is not 0.
     """
-    pairs = [
-        torch.cat([pair[i].float() for pair in gaps]).cpu().double() if gaps else torch.empty(0)
-        for i in (0, 1)
-    ]
+    trainer = engine = torch.empty(0)
+    if gaps:
+        trainer = torch.cat([pair[0].float() for pair in gaps]).cpu().double()
+        engine = torch.cat([pair[1].float() for pair in gaps]).cpu().double()
     by_token = config.loss_record.band and not LEVELS[config.ratio_level].by_answer
     low, high = (config.clip_low, config.clip_high) if by_token else (0.2, 0.28)
     assert low is not None and high is not None
-    difference = pairs[0] - pairs[1]
+    difference = trainer - engine
     distance = difference.abs()
     ratio = torch.exp(difference)
     outside = ((ratio < 1.0 - low) | (ratio > 1.0 + high)).sum()
@@ -197,11 +197,13 @@ def share_metrics(minibatches: list[MiniBatch], least: int) -> Metrics:
     sums = dict.fromkeys(("computed", "logical", "nodes", "lost"), 0.0)
     split = 0
     for minibatch in minibatches:
-        group_of = [
-            number for number, group in enumerate(minibatch.groups) for episode in group for _ in episode
-        ]
+        group_of = []
+        for number, group in enumerate(minibatch.groups):
+            group_of += [number] * sum(len(episode) for episode in group)
         pieces = torch.zeros(len(minibatch.groups), dtype=torch.int64)
-        for batch in (batch for batch in minibatch.batches if batch.counts and batch.rows):
+        for batch in minibatch.batches:
+            if not (batch.counts and batch.rows):
+                continue
             pieces[sorted({group_of[row] for row in batch.rows})] += 1
             pack = batch.layout.pack
             assert pack is not None
@@ -209,9 +211,8 @@ def share_metrics(minibatches: list[MiniBatch], least: int) -> Metrics:
             sums["logical"] += sum(pack.lengths) if pack.tree is None else pack.tree.logical_tokens
             sums["nodes"] += len(pack.lengths)
             if batch.routes is not None:
-                rows = [
-                    ids[:size] for ids, size in zip(batch.input_ids.tolist(), batch.lengths, strict=True)
-                ]
+                table = batch.input_ids.tolist()
+                rows = [ids[:size] for ids, size in zip(table, batch.lengths, strict=True)]
                 same = Prefixes.of(list(map(token_bytes, rows)), least)
                 sums["lost"] += sum(pack.lengths) - same.cost(same.sorted(range(len(rows))))
         split += int((sum_counts(pieces) > 1).sum())
@@ -238,11 +239,10 @@ def stale_metrics(old: list[tuple[Tensor, Tensor, Tensor]]) -> Metrics:
             part = distances[ages == age]
             local[age] = [local[age][0] + part.sum().item(), local[age][1] + len(part)]
     sums: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for age, distance, tokens in (
-        row for rows in exchange([[a, *sums] for a, sums in local.items()]) for row in rows
-    ):
-        for number in (0, age):  # 0: of any age
-            sums[number] = [sums[number][0] + distance, sums[number][1] + tokens]
+    for rows in exchange([[age, *parts] for age, parts in local.items()]):
+        for age, distance, tokens in rows:
+            for number in (0, age):  # 0: of any age
+                sums[number] = [sums[number][0] + distance, sums[number][1] + tokens]
     metrics = {}
     for age in sorted(sums):
         distance, tokens = sums[age]
@@ -308,7 +308,10 @@ def value_metrics(sums: Metrics) -> Metrics:
 def summed(updates: list[UpdateStats]) -> Metrics:
     """Add up over updates the sums that loss functions returned."""
     keys = {key for update in updates for key in update.sums}
-    return {key: sum(update.sums.get(key, 0.0) for update in updates) for key in sorted(keys)}
+    sums: Metrics = {}
+    for key in sorted(keys):
+        sums[key] = sum(update.sums.get(key, 0.0) for update in updates)
+    return sums
 
 
 def rollout_metrics(answers: list[Answer]) -> Metrics:
@@ -318,11 +321,15 @@ def rollout_metrics(answers: list[Answer]) -> Metrics:
     of the episodes that something has judged: reward/abstained counts the others.
     """
     episodes = by_episode(answers)
-    sound = [episode for episode in episodes if not any(t.error for t in episode)]
+    sound = []
+    lengths = []
+    for episode in episodes:
+        if not any(t.error for t in episode):
+            sound.append(episode)
+            lengths.append(sum(t.sampled for t in episode))
     sampled = [t for episode in sound for t in episode]
     last = [episode[-1] for episode in sound]
     rewards = torch.tensor([t.reward for t in last if not t.abstained], dtype=torch.float64)
-    lengths = [sum(t.sampled for t in episode) for episode in sound]
     count = max(1, len(sound))
     metrics = {
         "reward/mean": rewards.mean().item() if len(rewards) else 0.0,
@@ -336,25 +343,22 @@ def rollout_metrics(answers: list[Answer]) -> Metrics:
         "rollout_tokens": float(sum(lengths)),
         "turns/mean": sum(t.turns for t in sampled) / count,
     }
-    parts = [
-        part for t in last if t.trajectory is not None for part in t.trajectory.reward_parts.items()
-    ]
-    reported = [
-        metric for t in sampled if t.trajectory is not None for metric in t.trajectory.metrics.items()
-    ]
-    tools = [
-        metric
-        for metric in reported
-        if metric[0].startswith(("tools/", "server/", "client/", "length/"))
-    ]
-    rewards_by_name = {
-        f"reward/{name}": total / number for name, (total, number) in named_sums(parts).items()
-    }
-    sums = named_sums(tools).items()
-    means = ("client/", "length/")
-    counts = {
-        name: total / number if name.startswith(means) else total for name, (total, number) in sums
-    }
+    parts: list[tuple[str, float]] = []
+    for answer in last:
+        if answer.trajectory is not None:
+            parts += answer.trajectory.reward_parts.items()
+    tools: list[tuple[str, float]] = []
+    for answer in sampled:
+        if answer.trajectory is not None:
+            for name, number in answer.trajectory.metrics.items():
+                if name.startswith(("tools/", "server/", "client/", "length/")):
+                    tools.append((name, number))
+    rewards_by_name: Metrics = {}
+    for name, (total, times) in named_sums(parts).items():
+        rewards_by_name[f"reward/{name}"] = total / times
+    counts: Metrics = {}
+    for name, (total, times) in named_sums(tools).items():
+        counts[name] = total / times if name.startswith(("client/", "length/")) else total
     if calls := counts.get("tools/calls"):
         counts["tools/failure_rate"] = counts.get("tools/errors", 0.0) / calls
     # The run's metrics come last again, since an environment or a client may use their names for
@@ -366,9 +370,10 @@ def reward_errors(answers: list[Answer]) -> Metrics:
     """Count the answers on which reward functions failed, by reward/errors/FUNCTION/KIND.
     Collective.
     """
-    reported = [
-        metric for t in answers if t.trajectory is not None for metric in t.trajectory.metrics.items()
-    ]
+    reported: list[tuple[str, float]] = []
+    for answer in answers:
+        if answer.trajectory is not None:
+            reported += answer.trajectory.metrics.items()
     errors = named_sums(metric for metric in reported if metric[0].startswith("reward/errors/"))
     return {name: total for name, (total, _) in errors.items()}
 
@@ -384,11 +389,9 @@ def named_sums(pairs: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int
     for name, number in pairs:
         numbers.setdefault(name, []).append(float(number))
     ranks = exchange(numbers)
-    columns = {
-        name: [number for rank in ranks for number in rank.get(name, ())]
-        for name in sorted({*chain(*ranks)})
-    }
-    sums = {
-        name: math.fsum(c) if all(map(math.isfinite, c)) else math.nan for name, c in columns.items()
-    }
-    return {name: (sums[name], len(column)) for name, column in columns.items()}
+    sums = {}
+    for name in sorted({*chain(*ranks)}):
+        column = [number for rank in ranks for number in rank.get(name, ())]
+        total = math.fsum(column) if all(map(math.isfinite, column)) else math.nan
+        sums[name] = total, len(column)
+    return sums

@@ -59,20 +59,17 @@ class Prefixes:
         different.
         """
         with agreed("comparing the beginnings of answers"):
-            local = {
-                n: t.prompt_ids + t.response_ids
-                for n, answer in enumerate(answers)
-                if (t := answer.trajectory)
-            }
-            message = msgspec.msgpack.encode(
-                {n: _digests(token_bytes(ids), least) for n, ids in local.items()}
-            )
+            local = {}
+            for number, answer in enumerate(answers):
+                if trajectory := answer.trajectory:
+                    ids = trajectory.prompt_ids + trajectory.response_ids
+                    local[number] = _digests(token_bytes(ids), least)
+            message = msgspec.msgpack.encode(local)
         digests = dict[int, bytes]()
         for part in send_to_all(message):
             digests |= msgspec.msgpack.decode(part, type=dict[int, bytes])
-        blocks = cls.of(
-            [np.frombuffer(digests[n], "u1").reshape(-1, 8) for n in range(len(answers))], least
-        )
+        tables = [np.frombuffer(digests[n], "u1").reshape(-1, 8) for n in range(len(answers))]
+        blocks = cls.of(tables, least)
         common = [least * count for count in blocks.common]
         lengths = [answer.length - 1 for answer in answers]
         return cls(blocks.positions, common, lengths, least)
@@ -86,9 +83,10 @@ class Prefixes:
         one before.
         """
         positions = [self.positions[row] for row in rows]
-        return [0, *(min(self.common[before + 1 : after + 1]) for before, after in pairwise(positions))][
-            : len(rows)
-        ]
+        common = [0]
+        for before, after in pairwise(positions):
+            common.append(min(self.common[before + 1 : after + 1]))
+        return common[: len(rows)]
 
     def trie(self, rows: Sequence[int]) -> Trie:
         """Return the trie of some sequences in order, which it numbers from 0.
@@ -124,7 +122,10 @@ class Prefixes:
         """Return the tokens of a trie of sequences in order, or their work, where `worth` is that
         of a sequence.
         """
-        return sum(worth(node.end) - worth(node.begin) for node in self.trie(rows)[0]) if rows else 0
+        if not rows:
+            return 0
+        nodes, _ = self.trie(rows)
+        return sum(worth(node.end) - worth(node.begin) for node in nodes)
 
     def units(self, fits: Callable[[list[int]], bool]) -> list[list[int]]:
         """Divide all sequences into units that `fits` accepts, or of one sequence each.
@@ -165,17 +166,15 @@ def token_bytes(ids: Sequence[int], *inputs: np.ndarray) -> np.ndarray:
     `inputs` are what enters besides ids, one row for each of these tokens.
     """
     columns = [np.array(ids[:-1], dtype=">u4"), *inputs]  # big-endian numbers sort like their bytes
-    return np.concatenate(
-        [c.reshape(len(ids) - 1, math.prod(c.shape[1:])).view("u1") for c in columns], axis=1
-    )
+    rows = [c.reshape(len(ids) - 1, math.prod(c.shape[1:])).view("u1") for c in columns]
+    return np.concatenate(rows, axis=1)
 
 
 def _digests(tokens: np.ndarray, size: int) -> bytes:
     """Return the digests of the whole blocks of `size` tokens of a sequence, 8 bytes each."""
     starts = range(0, len(tokens) - size + 1, size)
-    return b"".join(
-        blake2b(tokens[start : start + size].tobytes(), digest_size=8).digest() for start in starts
-    )
+    blocks = (tokens[start : start + size].tobytes() for start in starts)
+    return b"".join(blake2b(block, digest_size=8).digest() for block in blocks)
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:
