@@ -117,16 +117,14 @@ class Record:
                 (f" in line {frame.lineno}" for frame in reversed(stack) if frame.filename == file), ""
             )
             raise UserError(f"{self.source} raised {type(error).__name__}{line}: {error}") from error
-        self._check_result(
-            result, [tensor for name in arguments if (tensor := tensors.get(name)) is not None]
-        )
+        inputs = [tensors.get(name) for name in arguments]
+        self._check_result(result, [tensor for tensor in inputs if tensor is not None])
         return result
 
     def _check_result(self, result: Any, inputs: list[Tensor]) -> None:
         outputs = result if isinstance(result, tuple) else (result,)
-        if len(outputs) != self.outputs or not all(
-            isinstance(output, torch.Tensor) for output in outputs
-        ):
+        are_tensors = all(isinstance(output, torch.Tensor) for output in outputs)
+        if len(outputs) != self.outputs or not are_tensors:
             kinds = ", ".join(type(output).__name__ for output in outputs)
             raise UserError(f"{self.source} returned {kinds}, but should return {self.RETURNS}")
         for output in outputs:
@@ -141,13 +139,14 @@ class Record:
                 f"{self.source} returned a loss without a gradient: compute it from log_ratio or "
                 "logprobs"
             )
-        if all(value.isfinite().all() for value in inputs) and (
-            bad := sum(int((~o.isfinite()).sum()) for o in outputs)
-        ):
-            count = sum(output.numel() for output in outputs)
-            raise UserError(
-                f"{self.source} returned {bad} of {count} values that are not finite for finite inputs"
-            )
+        if all(value.isfinite().all() for value in inputs):
+            bad = sum(int((~output.isfinite()).sum()) for output in outputs)
+            if bad:
+                count = sum(output.numel() for output in outputs)
+                raise UserError(
+                    f"{self.source} returned {bad} of {count} values that are not finite for finite "
+                    "inputs"
+                )
 
 
 @dataclass(frozen=True)

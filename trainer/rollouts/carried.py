@@ -114,14 +114,11 @@ class CarriedPool:
             self._steps_old = []
             self._tokens = []
             # Copies, since resumed groups change.
-            self._before = [
-                replace(
-                    group,
-                    done=dict(group.done),
-                    unfinished={n: replace(u) for n, u in group.unfinished.items()},
-                )
-                for group in self.groups()
-            ]
+            before = []
+            for group in self.groups():
+                unfinished = {sample: replace(answer) for sample, answer in group.unfinished.items()}
+                before.append(replace(group, done=dict(group.done), unfinished=unfinished))
+            self._before = before
         resumed = self._resume()
         fresh = max(0, count + prompts_ahead(self._config) - len(self._flights))
         groups = resumed + self._deal(self._prompts(position, fresh), position)
@@ -167,8 +164,9 @@ class CarriedPool:
             complete = self._engines.on_leaders(slice, terms, settings.step)
             under_way = 0 if self._episodes is None else self._episodes.unfinished
             engines = exchange([complete or [], under_way, self._preempted()])
-            for position in (position for positions, _, _ in engines for position in positions):
-                self._flights[position].complete = True
+            for positions, _, _ in engines:
+                for position in positions:
+                    self._flights[position].complete = True
             beginnings = []
             slices = slices + 1
             unfinished = sum(count for _, count, _ in engines)
@@ -186,16 +184,16 @@ class CarriedPool:
         - carry/preemptions: requests preempted in this step because a KV cache was full
         """
         old, sampled = (sum(numbers) for numbers in zip(*self._tokens, strict=True))
+        waiting = sum(flight.complete for flight in self._flights.values())
+        earlier = self._metrics.get("carry/preemptions", 0.0)
         self._metrics = {
             "stale/share": old / max(sampled, 1),
             "stale/age_mean": sum(self._steps_old) / len(self._steps_old),
             "stale/age_max": float(max(self._steps_old)),
             "carry/answers": float(unfinished),
-            "carry/groups_waiting": float(sum(flight.complete for flight in self._flights.values())),
+            "carry/groups_waiting": float(waiting),
             "carry/slices": self._metrics.get("carry/slices", 0.0) + slices,
-            "carry/preemptions": self._metrics.get("carry/preemptions", 0.0)
-            + preemptions
-            - self._preemptions,
+            "carry/preemptions": earlier + preemptions - self._preemptions,
         }
         self._preemptions = preemptions
 
@@ -238,9 +236,9 @@ class CarriedPool:
             parked.images = tuple(image.read() for image in prompt.images)
             parked.image_spans = prompt.image_spans
             candidates.append(parked)
-        candidates += [
-            t for group in self.groups() for done in group.done.values() for t in done if not t.error
-        ]
+        for group in self.groups():
+            for done in group.done.values():
+                candidates += [trajectory for trajectory in done if not trajectory.error]
         present = [t for t in candidates if t.weight_version == self.version and any(t.loss_mask)]
         return present[:_MEASURED]
 
@@ -322,9 +320,10 @@ class CarriedPool:
         trajectories: list[Trajectory] = []
         for index, position in enumerate(positions):
             group = None if self._episodes is None else self._episodes.groups.pop(position, None)
-            for trajectory in (
-                (t for done in group.done.values() for t in done) if group is not None else ()
-            ):
-                trajectory.prompt_index = index
-                trajectories.append(trajectory)
+            if group is None:
+                continue
+            for done in group.done.values():
+                for trajectory in done:
+                    trajectory.prompt_index = index
+                    trajectories.append(trajectory)
         return trajectories

@@ -179,10 +179,12 @@ def _agent_function(
         named.tool_rates,
         images,
     )
-    tools = _checked(
-        "rollout.tools",
-        lambda: tools_by_name([*(make_tool(function(s)) for s in named.tools), *mcp_tools]),
-    )
+
+    def all_tools() -> dict[str, Tool]:
+        own = [make_tool(function(spec)) for spec in named.tools]
+        return tools_by_name([*own, *mcp_tools])
+
+    tools = _checked("rollout.tools", all_tools)
     parse = _checked("rollout.tool_parser", lambda: call_parser(parser, tokenizer))
     tools_key = config.data.tools_key if named.describe_tools else None
     agent = Agent(

@@ -54,8 +54,9 @@ def send_rounds(training: int, rounds: list[Round], error: Exception | None) -> 
     full = packed(rounds)
     bare = packed([one_round.bare() for one_round in rounds])
     receiver = rank(EVERYBODY) % training
-    ranks = range(world_size(EVERYBODY))
-    payloads = [b"" if other >= training else full if other == receiver else bare for other in ranks]
+    payloads = [b""] * world_size(EVERYBODY)
+    payloads[:training] = [bare] * training
+    payloads[receiver] = full
     all_to_all_bytes(payloads, among=EVERYBODY)
 
 

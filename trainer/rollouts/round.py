@@ -103,18 +103,16 @@ def together(parts: Sequence[list[Round]]) -> list[Round]:
     """
     if spoken := next((rounds[0] for rounds in parts if rounds and rounds[0].word), None):
         return [spoken]
-    return [
-        replace(
-            same[0],
-            trajectories=[*chain.from_iterable(part.trajectories for part in same)],
-            untrained=[*chain.from_iterable(part.untrained for part in same)],
-            groups=[*chain.from_iterable(part.groups for part in same)],
-            random_states={
-                number: state for part in same for number, state in part.random_states.items()
-            },
-        )
-        for same in zip(*parts, strict=True)
-    ]
+    joined = []
+    for same in zip(*parts, strict=True):
+        whole = replace(same[0], trajectories=[], untrained=[], groups=[], random_states={})
+        for part in same:
+            whole.trajectories += part.trajectories
+            whole.untrained += part.untrained
+            whole.groups += part.groups
+            whole.random_states |= part.random_states
+        joined.append(whole)
+    return joined
 
 
 def check_version(rounds: Sequence[Round], version: int, lag: int, cut: bool) -> None:
@@ -124,9 +122,10 @@ def check_version(rounds: Sequence[Round], version: int, lag: int, cut: bool) ->
     That is the version that the step and its lag prescribe. If answers are `cut` into slices,
     earlier versions are permitted.
     """
-    sampled = {
-        sampled for one_round in rounds for t in one_round.trajectories for sampled, _ in t.versions
-    }
+    sampled: set[int] = set()
+    for one_round in rounds:
+        for trajectory in one_round.trajectories:
+            sampled |= {number for number, _ in trajectory.versions}
     for other in sampled - {version}:
         if other > version or not cut:
             raise EngineStateError(
@@ -141,24 +140,22 @@ def _with_files(rounds: Iterable[Round], file_of: Callable[[Image], bytes]) -> l
     """
 
     def changed(trajectories: list[Trajectory]) -> list[Trajectory]:
-        images = [tuple(replace(image, data=file_of(image)) for image in t.images) for t in trajectories]
-        return [
-            replace(t, images=copies) if copies else t
-            for t, copies in zip(trajectories, images, strict=True)
-        ]
+        copies = []
+        for trajectory in trajectories:
+            images = tuple(replace(image, data=file_of(image)) for image in trajectory.images)
+            copies.append(replace(trajectory, images=images) if images else trajectory)
+        return copies
 
-    return [
-        replace(
-            old,
-            trajectories=changed(old.trajectories),
-            untrained=changed(old.untrained),
-            groups=[
-                replace(group, done={n: changed(done) for n, done in group.done.items()})
-                for group in old.groups
-            ],
-        )
-        for old in rounds
-    ]
+    new = []
+    for old in rounds:
+        trajectories = changed(old.trajectories)
+        untrained = changed(old.untrained)
+        groups = []
+        for group in old.groups:
+            done = {sample: changed(answers) for sample, answers in group.done.items()}
+            groups.append(replace(group, done=done))
+        new.append(replace(old, trajectories=trajectories, untrained=untrained, groups=groups))
+    return new
 
 
 def packed(rounds: Sequence[Round]) -> bytes:
@@ -189,9 +186,8 @@ def read_rounds(checkpoint: Path) -> list[list[Round]]:
 
 def read_groups(checkpoint: Path) -> list[CarriedGroup]:
     """Read all engines' groups from a checkpoint, the oldest first."""
-    return in_order(
-        group for one_round in chain.from_iterable(read_rounds(checkpoint)) for group in one_round.groups
-    )
+    rounds = chain.from_iterable(read_rounds(checkpoint))
+    return in_order(group for one_round in rounds for group in one_round.groups)
 
 
 def in_order(groups: Iterable[CarriedGroup]) -> list[CarriedGroup]:
@@ -203,17 +199,18 @@ def read_ready(checkpoint: Path) -> dict[int, list[Round]]:
     """Read the rounds of later steps from a checkpoint, by step: with all answers on rank 0, bare
     on other ranks.
     """
-    ranks = [[part for part in rounds if part.step] for rounds in read_rounds(checkpoint)]
+    ranks = []
+    for rounds in read_rounds(checkpoint):
+        if later := [part for part in rounds if part.step]:
+            ranks.append(later)
     ready: dict[int, list[Round]] = {}
     for step in dict.fromkeys(part.step for part in chain.from_iterable(ranks)):
-        ready[step] = together(
-            [[part for part in rounds if part.step == step] for rounds in ranks if rounds]
-        )
-    return (
-        ready
-        if is_main()
-        else {step: [joined.bare() for joined in rounds] for step, rounds in ready.items()}
-    )
+        parts = []
+        for rounds in ranks:
+            parts.append([part for part in rounds if part.step == step])
+        joined = together(parts)
+        ready[step] = joined if is_main() else [one_round.bare() for one_round in joined]
+    return ready
 
 
 def read_random_states(checkpoint: Path) -> dict[int, str]:
