@@ -123,9 +123,9 @@ def check_images_are_read(row: Mapping[str, Any], prompt: Any, config: DataConfi
     for something else: `image_remarks` names it.
     """
     contents = [prompt] if isinstance(prompt, str) else [message.get("content") for message in prompt]
-    parts = [
-        part for content in contents for part in (content if isinstance(content, list) else [content])
-    ]
+    parts: list[Any] = []
+    for content in contents:
+        parts += content if isinstance(content, list) else [content]
     pictured = any(isinstance(part, Mapping) and _is_picture(part) for part in parts)
     if pictured and not config.max_images:
         raise ValueError(
@@ -134,11 +134,8 @@ def check_images_are_read(row: Mapping[str, Any], prompt: Any, config: DataConfi
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     marked = any("<image>" in text for text in texts if isinstance(text, str))
     column = next(_unread_columns(row, config), None)
-    if (
-        column is not None
-        and config.image_key is None
-        and (marked or (config.max_images and not pictured))
-    ):
+    meant = marked or (config.max_images and not pictured)
+    if column is not None and config.image_key is None and meant:
         remedy = f"set data.image_key to {column} and data.max_images to the most images of a row"
         raise ValueError(
             f"has images in its column {column!r}, which is not read: {remedy}, or drop the column"

@@ -40,9 +40,8 @@ class TokenLengths:
         ordered = np.sort(np.asarray(lengths))
         width = max(1, -(-int(ordered[-1]) // _BINS))
         bins = np.maximum(ordered - 1, 0) // width
-        least, median, p95, longest = (
-            int(ordered[max(0, -(-len(ordered) * percent // 100) - 1)]) for percent in (0, 50, 95, 100)
-        )
+        ranks = [max(0, -(-len(ordered) * percent // 100) - 1) for percent in (0, 50, 95, 100)]
+        least, median, p95, longest = (int(ordered[nearest]) for nearest in ranks)
         return cls(least, median, p95, longest, width, np.bincount(bins, minlength=_BINS).tolist())
 
     def __str__(self) -> str:

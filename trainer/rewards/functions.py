@@ -61,11 +61,11 @@ def math_verify(completion: str, *, answer: Any) -> float:
     from math_verify import parse, verify  # sympy takes a third of a second to import
 
     texts = [str(accepted).strip() for accepted in accepted_answers(answer)]
-    parsed = [
-        parse(text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=None)
-        for text in texts
-    ]
-    golds = [gold for gold in parsed if gold]
+    golds = []
+    for text in texts:
+        marked = text if "$" in text or "\\boxed" in text else f"${text}$"
+        if gold := parse(marked, parsing_timeout=None):
+            golds.append(gold)
     if not golds:
         raise ValueError(f"the answer {quoted(answer)} is not a mathematical expression")
     if _letter(completion) in map(_letter, texts):

@@ -150,9 +150,9 @@ def check_rewards(
     first = next(iter(datasets.values()))[0]
     opened = opened_tag(tokenizer, first.token_ids)
     offered = {"prompt": "", "row": first.row, "opened": opened}
-    return lines + [
-        line for reward in rewards.functions for line in _check_format(reward, offered, tokenizer)
-    ]
+    for reward in rewards.functions:
+        lines += _check_format(reward, offered, tokenizer)
+    return lines
 
 
 def _check_answers(

@@ -192,18 +192,16 @@ def read_extra(path: Path) -> dict[str, Any]:
     """
     if not is_complete(path):
         newest = latest_complete(path.parent)
-        remedy = (
-            f"the newest complete one there is {newest}"
-            if newest
-            else "there is no complete one beside it"
-        )
+        remedy = "there is no complete one beside it"
+        if newest:
+            remedy = f"the newest complete one there is {newest}"
         raise Damaged(f"checkpoint {path} does not exist or was not finished; {remedy}")
     try:
         _check_digest(path, _EXTRA, _read_digests(path))
         extra = _read_json(path / _EXTRA)
-        counts = (
-            [extra.get(key) for key in ("step", "world_size")] if isinstance(extra, dict) else [None]
-        )
+        counts: list[Any] = [None]
+        if isinstance(extra, dict):
+            counts = [extra.get("step"), extra.get("world_size")]
         if not all(type(count) is int and 0 <= count < _COUNT_LIMIT for count in counts):
             raise ValueError(f"{_EXTRA} does not have the step and the number of ranks")
     except (OSError, ValueError) as error:
@@ -213,7 +211,8 @@ def read_extra(path: Path) -> dict[str, Any]:
 
 def all_complete(folder: Path) -> list[Path]:
     """List the complete checkpoints that rank 0 finds, the newest first. Collective."""
-    return [folder / name for name in exchange([path.name for path in _complete(folder)])[0]]
+    names = [path.name for path in _complete(folder)]
+    return [folder / name for name in exchange(names)[0]]
 
 
 def latest_complete(folder: Path) -> Path | None:

@@ -75,10 +75,10 @@ def _report(config: TrainConfig, state: RunState, answers: list[dict[str, Any]])
     accuracy = series(rows, "eval/accuracy")[1]
 
     def largest(prefix: str) -> float:
-        return max(
-            (v for row in rows for k, v in row.items() if k.startswith(prefix) and v is not None),
-            default=0.0,
-        )
+        numbers: list[float] = []
+        for row in rows:
+            numbers += [v for key, v in row.items() if key.startswith(prefix) and v is not None]
+        return max(numbers, default=0.0)
 
     return Report(
         steps=state.step,

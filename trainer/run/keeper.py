@@ -124,11 +124,10 @@ def _compared_keys(config: dict[str, Any]) -> Identity:
     """Return the values of a recipe that have to be equal for a run to resume; `config` is the
     recipe's JSON.
     """
-    recipe = {
-        f"{section}.{name}": value
-        for section, values in config.items()
-        for name, value in values.items()
-    }
+    recipe = {}
+    for section, values in config.items():
+        for name, value in values.items():
+            recipe[f"{section}.{name}"] = value
     del recipe["algorithm.preset"]  # the keys that it sets are compared instead
     compared = [
         key for key in recipe if key in IDENTITY_KEYS or key.partition(".")[0] in IDENTITY_SECTIONS
@@ -156,25 +155,20 @@ def check_identity(path: Path, extra: dict[str, Any], identity: Identity, allowe
             f"{path} was saved by hotbunk {made}, and hotbunk {asked} cannot resume from it: give this "
             "run another run.name, or start over with checkpoint.resume=none"
         )
-    defaults = _compared_keys(
-        TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}}).recorded()
-    )
+    shortest = TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}})
+    defaults = _compared_keys(shortest.recorded())
     saved = {key: value for key, value in defaults.items() if key in identity} | extra["identity"]
     changed: dict[str, str] = {}
     for key in saved | identity:
-        if (
-            saved.get(key, "?") == identity.get(key, "?")
-            or key in allowed
-            or key.partition(".")[0] in allowed
-        ):
+        equal = saved.get(key, "?") == identity.get(key, "?")
+        if equal or key in allowed or key.partition(".")[0] in allowed:
             continue
-        values = [
-            json.dumps(masked(of[key], hidden="kwargs")) if key in of else "unknown"
-            for of in (saved, identity)
-        ]
-        was, now = (
-            "***" if "${" in json.dumps(identity.get(key)) else shortened(value, 50) for value in values
-        )
+        secret = "${" in json.dumps(identity.get(key))
+        texts = []
+        for of in (saved, identity):
+            value = json.dumps(masked(of[key], hidden="kwargs")) if key in of else "unknown"
+            texts.append("***" if secret else shortened(value, 50))
+        was, now = texts
         changed[key] = f"{key} = {was} (now {now})"
     if changed:
         raise UserError(

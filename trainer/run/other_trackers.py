@@ -112,12 +112,10 @@ class MLflow(OtherTracker):
                 experiment.experiment_id if experiment else self._client.create_experiment(project)
             )
             self._id = self._client.create_run(experiment_id, run_name=name).info.run_id
-            keys = {
-                f"{section}.{key}": value
-                for section, values in config.items()
-                for key, value in values.items()
-            }
-            params = [Param(key, str(value)[:_PARAM_LIMIT]) for key, value in keys.items()]
+            params = []
+            for section, values in config.items():
+                for key, value in values.items():
+                    params.append(Param(f"{section}.{key}", str(value)[:_PARAM_LIMIT]))
             for start in range(0, len(params), _PARAMS_AT_A_TIME):
                 self._client.log_batch(self._id, params=params[start : start + _PARAMS_AT_A_TIME])
             write_whole(file, self._id)

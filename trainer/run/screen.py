@@ -40,22 +40,26 @@ def _seconds(*phases: str) -> Callable[[StepMetrics], str]:
     them.
     """
     keys = [f"time/{phase}" for phase in phases]
-    return lambda metrics: (
-        f"{sum(metrics.get(key, 0.0) for key in keys):.2f}" if metrics.keys() & keys else ""
-    )
+
+    def text(metrics: StepMetrics) -> str:
+        if not metrics.keys() & keys:
+            return ""
+        return f"{sum(metrics.get(key, 0.0) for key in keys):.2f}"
+
+    return text
 
 
 def _tokens_per_second(metrics: StepMetrics) -> str:
     value = metrics.get("throughput/rollout_tokens_per_s")
-    return "" if value is None else f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+    if value is None:
+        return ""
+    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
 
 
 def _memory(metrics: StepMetrics) -> str:
     """Format memory in GiB: the trainer's peak, and the engine's size awake and asleep."""
-    trainer, engine = (
-        [value for key, value in metrics.items() if key.startswith(f"memory/{side}_gib")]
-        for side in ("trainer", "engine")
-    )
+    trainer = [value for key, value in metrics.items() if key.startswith("memory/trainer_gib")]
+    engine = [value for key, value in metrics.items() if key.startswith("memory/engine_gib")]
     left = f"{max(trainer):.2f}" if trainer else "-"
     right = f"{max(engine):.2f}→{min(engine):.2f}" if engine else "-"
     return f"{left} | {right}" if trainer or engine else ""
@@ -340,11 +344,10 @@ def sparkline(values: list[float], width: int) -> str:
     """
     finite = [value for value in values if math.isfinite(value)]
     count = min(width, len(finite))
-    stretches = [
-        finite[index * len(finite) // count : (index + 1) * len(finite) // count]
-        for index in range(count)
-    ]
-    means = [sum(stretch) / len(stretch) for stretch in stretches]
+    means = []
+    for index in range(count):
+        stretch = finite[index * len(finite) // count : (index + 1) * len(finite) // count]
+        means.append(sum(stretch) / len(stretch))
     low = min(means, default=0.0)
     high = max(means, default=0.0)
     scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
@@ -355,7 +358,8 @@ def _answer(row: dict[str, Any]) -> RenderableType:
     """Render a sampled answer, with nothing in its text interpreted as markup."""
     texts = []
     for key in ("prompt", "text"):
-        text = "".join(c if c.isprintable() or c == "\n" else "�" for c in str(row.get(key, "")).strip())
+        raw = str(row.get(key, "")).strip()
+        text = "".join(c if c.isprintable() or c == "\n" else "�" for c in raw)
         texts.append(text if len(text) <= _ANSWER_LIMIT else text[: _ANSWER_LIMIT - 1] + "…")
     reward = "answer" if row.get("reward") is None else f"reward {row['reward']:.2f}"
     body = Text.assemble((texts[0], "dim"), "\n", (texts[1], "bold"))

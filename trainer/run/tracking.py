@@ -114,11 +114,12 @@ class Tracker(NullTracker):
 
     def completions(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Record a step's first answers, as many as the recipe asks for, with long texts cut."""
-        # Images are not cut, since they could not be decoded then.
-        lines = [
-            {"train/step": step} | _cut(row) | {key: row[key] for key in ("images",) if key in row}
-            for row in rows[: self._completions_per_step]
-        ]
+        lines = []
+        for row in rows[: self._completions_per_step]:
+            line: dict[str, Any] = {"train/step": step} | _cut(row)
+            if "images" in row:  # they are not cut, since they could not be decoded then
+                line["images"] = row["images"]
+            lines.append(line)
         texts = [json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines]
         self._unwritten["completions.jsonl"] += texts
         for copy in self._copies:
@@ -257,11 +258,9 @@ class Alarms:
         metrics = {key: row[key] for key in ("loss", "grad_norm", "gap/mean") if key in row}
         broken = [key for key, value in metrics.items() if value is None or not math.isfinite(value)]
         if broken or row.get("skipped_steps"):
-            what = (
-                f"{', '.join(broken)} not finite"
-                if broken
-                else "an update was skipped, its loss not finite"
-            )
+            what = "an update was skipped, its loss not finite"
+            if broken:
+                what = f"{', '.join(broken)} not finite"
             troubles["Divergence"] = f"step {step}: {what}"
         gap = row.get("gap/mean")
         if gap is not None and math.isfinite(gap):
@@ -330,10 +329,10 @@ class WandbCopy(Copy):
         """Return the step's answers as a table, under the table's name; {} if there are none."""
         if not (rows := self._answers.pop(step, [])):
             return {}
-        data = [
-            [step, *(str(row.get(key, "")) for key in _ANSWER_COLUMNS), row.get("reward")]
-            for row in rows
-        ]
+        data: list[list[Any]] = []
+        for row in rows:
+            texts = [str(row.get(key, "")) for key in _ANSWER_COLUMNS]
+            data.append([step, *texts, row.get("reward")])
         columns = ["step", *_ANSWER_COLUMNS, "reward"]
         wandb = sys.modules["wandb"]
         images = [row.get("images") or [] for row in rows]

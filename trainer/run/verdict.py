@@ -45,11 +45,9 @@ def verdict(rows: Rows, recipe: Mapping[str, Mapping[str, Any]]) -> list[str]:
         f"This run has not learned: its mean reward {'fell' if fell else 'went'} from {before:.3g} in "
         f"the first third of {len(rewards)} steps to {after:.3g} in the last, and scatter alone "
         f"explains ± {scatter:.1g}"
-    ) + (
-        f"; held-out accuracy went from {accuracy[0]:.3g} to {accuracy[-1]:.3g}"
-        if len(accuracy) > 1
-        else ""
     )
+    if len(accuracy) > 1:
+        sentence += f"; held-out accuracy went from {accuracy[0]:.3g} to {accuracy[-1]:.3g}"
     advice = "no metric shows a cause: more steps, a larger policy.lr or algorithm.group_size may help"
     return [sentence, *([*_causes(rows, recipe, fell)][:_CAUSES] or [advice])]
 
