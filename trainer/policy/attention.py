@@ -102,9 +102,9 @@ def attention(
     Without `cu_seq_lens_q` there are B sequences of T. Returns [B, T, heads, D], and no attention
     weights. Raises UserError if the model uses another argument, such as a bias of the scores.
     """
-    if unknown := [
-        name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT
-    ]:
+    given = [name for name, value in options.items() if value is not None]
+    unknown = [name for name in given if name not in _WITHOUT_EFFECT]
+    if unknown:
         needs = (
             f"{type(module).__name__} needs attention with {', '.join(unknown)}, which packing does not "
             "support"
@@ -193,10 +193,11 @@ class Paths(torch.autograd.Function):
         """Return the sums over all paths of each row's gradients."""
         total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
         first = 0
-        for begin, end in (item for path in ctx.ranges for item in path):
-            last = first + end - begin
-            total[begin:end] += grad[first:last]
-            first = last
+        for path in ctx.ranges:
+            for begin, end in path:
+                last = first + end - begin
+                total[begin:end] += grad[first:last]
+                first = last
         return total.to(grad.dtype), None
 
 
@@ -409,15 +410,13 @@ def branching_obstacle(model: PreTrainedModel, images: bool = False) -> str | No
     config = model.config.get_text_config()
     if obstacle := packing_obstacle(model, images):
         return obstacle
-    if recurrent_mixers(model) or set(getattr(config, "layer_types", None) or ()) - set(
-        BRANCHING_LAYERS
-    ):
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if recurrent_mixers(model) or layer_types - set(BRANCHING_LAYERS):
         return "has recurrent layers, whose state would have to be handed to each branch"
     if config._attn_implementation != NAME:
         return "computes its attention in its own way"
-    if config.to_dict().get("attention_dropout") or any(
-        isinstance(m, nn.Dropout) and m.p for m in model.modules()
-    ):
+    in_layers = any(isinstance(m, nn.Dropout) and m.p for m in model.modules())
+    if config.to_dict().get("attention_dropout") or in_layers:
         return "has dropout, which would be the same for all sequences with a common beginning"
     return None
 

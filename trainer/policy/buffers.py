@@ -32,6 +32,5 @@ def sent_buffers(model: nn.Module) -> tuple[list[tuple[str, Tensor]], list[str]]
     in their own dtype.
     """
     buffers = saved_buffers(model)
-    return [*buffers.items()], [
-        n for n, b in buffers.items() if is_route_bias(n) or not b.is_floating_point()
-    ]
+    as_they_are = [n for n, b in buffers.items() if is_route_bias(n) or not b.is_floating_point()]
+    return [*buffers.items()], as_they_are

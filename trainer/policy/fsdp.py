@@ -109,10 +109,11 @@ class ShardedModel(Offloadable):
         shards, and the model's saved buffers.
         """
         yield from saved_buffers(self.model).values()
-        groups = (group for unit in self._units() for group in unit._get_fsdp_state()._fsdp_param_groups)
-        for parameter in (parameter for group in groups for parameter in group.fsdp_params):
-            yield parameter._sharded_param_data
-            yield cast(DTensor, parameter.sharded_param)._local_tensor
+        for unit in self._units():
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    yield parameter._sharded_param_data
+                    yield cast(DTensor, parameter.sharded_param)._local_tensor
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by name: the model's, and those of a head beside it."""
@@ -257,10 +258,11 @@ class ShardedModel(Offloadable):
         uncompiled from then on.
         """
         layers = decoder(self.model).layers if self.config.compile else ()
-        for module in (module for layer in layers for module in layer.modules()):
-            dense = hasattr(module, "down_proj") and isinstance(module.down_proj, nn.Linear)
-            if dense or "Norm" in type(module).__name__:
-                module.compile(dynamic=True)
+        for layer in layers:
+            for module in layer.modules():
+                dense = hasattr(module, "down_proj") and isinstance(module.down_proj, nn.Linear)
+                if dense or "Norm" in type(module).__name__:
+                    module.compile(dynamic=True)
 
     @torch.no_grad()
     def _without_gradients(

@@ -149,9 +149,8 @@ def build_meta_model(
             owners[module]._init_weights(module)
     # `revert_weight_conversion` would search all modules for it again for each parameter.
     conversions = get_model_conversion_mapping(model, add_legacy=False)
-    if split := next(
-        (one for one in conversions if isinstance(one, WeightConverter) and _splits(one)), None
-    ):
+    splitting = (one for one in conversions if isinstance(one, WeightConverter) and _splits(one))
+    if split := next(splitting, None):
         how = f"makes several weights of one tensor of its checkpoint ({split.source_patterns[0]})"
         raise UserError(f"{folder}: {type(model).__name__} {how}: use another model")
     model._weight_conversions = [one for one in conversions if not isinstance(one, PrefixChange)]
@@ -178,13 +177,11 @@ def choose_attention(model: PreTrainedModel, asked: str) -> None:
     Image encoders, which are not causal, keep the implementation that was asked for. Raises
     UserError if neither the trainer nor Transformers has that for this model.
     """
-    chosen = attention.implementation(asked, model)
+    chosen: Any = attention.implementation(asked, model)
+    if has_vision(model.config):
+        chosen = {"": chosen, "text_config": chosen, "vision_config": asked}
     try:
-        model.set_attn_implementation(
-            {"": chosen, "text_config": chosen, "vision_config": asked}
-            if has_vision(model.config)
-            else chosen
-        )
+        model.set_attn_implementation(chosen)
     except ValueError as error:
         lacks = f"Transformers has no {asked} for {type(model).__name__}"
         raise UserError(
@@ -285,12 +282,12 @@ def adopt_names(model: PreTrainedModel, names: Iterable[str]) -> None:
     which Transformers 5 removes and does not add again (`PrefixChange` in
     transformers/conversion_mapping.py), so that vLLM cannot load what it saves.
     """
-    named = (
-        {name.replace(".vision_model.", ".", 1): name for name in names}
-        if has_vision(model.config)
-        else {}
-    )
-    setattr(model, OWN_NAMES, {plain: name for plain, name in named.items() if plain != name})
+    own: dict[str, str] = {}
+    if has_vision(model.config):
+        for name in names:
+            plain = name.replace(".vision_model.", ".", 1)
+            own[plain] = name
+    setattr(model, OWN_NAMES, {plain: name for plain, name in own.items() if plain != name})
 
 
 class _ViewProbe(Tensor):
@@ -300,11 +297,9 @@ class _ViewProbe(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (
-            args[0]
-            if func is Tensor.contiguous
-            else super().__torch_function__(func, types, args, kwargs or {})
-        )
+        if func is Tensor.contiguous:
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 def load_sharded(

@@ -162,9 +162,9 @@ class _TargetLogprobs(torch.autograd.Function):
         """
         temperature, (tokens, columns), wide, head = settings
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        chosen, total, weighted = (
-            torch.zeros(len(targets), dtype=dtype, device=hidden.device) for _ in range(3)
-        )
+        chosen = torch.zeros(len(targets), dtype=dtype, device=hidden.device)
+        total = torch.zeros_like(chosen)
+        weighted = torch.zeros_like(chosen)
         # Finite, as infinity times 0 is no number
         maximum = torch.full_like(total, torch.finfo(dtype).min / 4)
         for part in _parts(weight.shape[0], columns):

@@ -91,11 +91,11 @@ def left_out(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     without adapters, out.
     """
     unfit = _unfit_names(model, lora) if lora.target_modules == "all-linear" else {}
-    names = {
-        reason: ", ".join(sorted(n for n in unfit if unfit[n] == reason))
-        for reason in sorted(unfit.values())
-    }
-    return [f"lora.target_modules leaves out {some}: {reason}" for reason, some in names.items()]
+    sentences = []
+    for reason in sorted(set(unfit.values())):
+        names = sorted(name for name in unfit if unfit[name] == reason)
+        sentences.append(f"lora.target_modules leaves out {', '.join(names)}: {reason}")
+    return sentences
 
 
 def _linear_names(model: PreTrainedModel) -> set[str]:
@@ -209,10 +209,8 @@ def require_start(model: PreTrainedModel, start: Path, base: str) -> None:
     for name in sorted(needed | stored):
         shapes = [needed.get(name), stored[name].shape if name in stored else None]
         if shapes[0] != shapes[1]:
-            has, needs = (
-                "no such tensor" if shape is None else f"shape {list(shape)}"
-                for shape in reversed(shapes)
-            )
+            texts = ["no such tensor" if shape is None else f"shape {list(shape)}" for shape in shapes]
+            needs, has = texts
             remedy = "go on from an adapter of all layers of this model"
             raise UserError(
                 f"lora.start: {name}: {start} has {has}, and {type(model).__name__} {needs}: {remedy}"
@@ -298,9 +296,9 @@ def save_adapter(model: PreTrainedModel, lora: LoraConfig, base: str, folder: Pa
     """Write the adapter alone, in PEFT's format, for PEFT and vLLM to load. Collective; rank 0
     writes.
     """
-    tensors = {
-        peft_name(name): gathered(factor).cpu().contiguous() for name, factor in factors(model).items()
-    }
+    tensors = {}
+    for name, factor in factors(model).items():
+        tensors[peft_name(name)] = gathered(factor).cpu().contiguous()
     with agreed(f"writing the adapter to {folder}"):
         if is_main():
             folder.mkdir(parents=True, exist_ok=True)

@@ -104,11 +104,10 @@ class _SharedStates(torch.autograd.Function):
         (states,) = ctx.saved_tensors
         total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
         wide = grad.to(total.dtype)
-        total = (
+        if grad.is_cuda:
             total.index_put_((states,), wide, True)
-            if grad.is_cuda
-            else total.index_add_(0, states, wide)
-        )
+        else:
+            total.index_add_(0, states, wide)
         return total.to(grad.dtype), None, None
 
 

@@ -42,9 +42,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
             self._optimizers.append(ShardedMuon(matrices, settings.lr, settings.weight_decay, **options))
         if others:
             self._optimizers.append(make_adamw(others, settings))
-        super().__init__(
-            [group for optimizer in self._optimizers for group in optimizer.param_groups], {}
-        )
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        super().__init__(groups, {})
         self.state.update(
             {p: {"momentum_buffer": torch.zeros_like(p, requires_grad=False)} for p in matrices}
         )
@@ -139,7 +138,6 @@ def _shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
     """
     if not isinstance(parameter, DTensor):
         return None
-    assert parameter.placements[-1] == Shard(0) and not any(
-        p.is_shard() for p in parameter.placements[:-1]
-    )
+    *others, last = parameter.placements
+    assert last == Shard(0) and not any(placement.is_shard() for placement in others)
     return parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)

@@ -59,11 +59,10 @@ def make_optimizer(
         raise
     except BaseException as error:  # the user's class may raise anything
         kinds = " or ".join(sorted({type(parameter.data).__name__ for parameter in parameters.values()}))
-        what = (
-            f"cannot step a {kinds}"
-            if optimizer
-            else "refuses its arguments; correct policy.optimizer_options"
-        )
+        if optimizer:
+            what = f"cannot step a {kinds}"
+        else:
+            what = "refuses its arguments; correct policy.optimizer_options"
         raise UserError(f"policy.optimizer: {name} {what} ({type(error).__name__}: {error})") from error
     _check_state(optimizer, name)
     return optimizer
@@ -117,17 +116,19 @@ def state_widths(
     """Return the bytes of state for each element of each parameter."""
     weights = _trial_weights()
     optimizer = make_optimizer(weights, ("hidden",), settings)
-    widths = {
-        kind: sum(
-            tensor.element_size() for _, tensor in _tensors(optimizer.state[weight]) if tensor.dim()
-        )
-        for kind, weight in weights.items()
-    }
-    kinds = {
-        n: "hidden" if n in matrices else "matrix" if len(shape) > 1 else "vector"
-        for n, shape in shapes.items()
-    }
-    return {name: widths[kind] for name, kind in kinds.items()}
+    widths = {}
+    for kind, weight in weights.items():
+        tensors = [tensor for _, tensor in _tensors(optimizer.state[weight])]
+        widths[kind] = sum(tensor.element_size() for tensor in tensors if tensor.dim())
+    by_name = {}
+    for name, shape in shapes.items():
+        if name in matrices:
+            by_name[name] = widths["hidden"]
+        elif len(shape) > 1:
+            by_name[name] = widths["matrix"]
+        else:
+            by_name[name] = widths["vector"]
+    return by_name
 
 
 def try_optimizer(settings: PolicyConfig, shards: int) -> None:
@@ -167,9 +168,9 @@ def _try(settings: PolicyConfig, shards: int) -> None:
             )
             raise UserError(f"policy.optimizer: {name} {why}, which checkpoints need: {_OTHER}")
     if shards > 1 and ":" in name:
-        halves = [
-            _trial(settings, range(steps), rows=rows)["matrix"] for rows in (slice(0, 3), slice(3, 6))
-        ]
+        halves = []
+        for rows in (slice(0, 3), slice(3, 6)):
+            halves.append(_trial(settings, range(steps), rows=rows)["matrix"])
         if not torch.equal(torch.cat(halves), undisturbed["matrix"]):
             why = f"computes with whole matrices, of which each of {shards} ranks has some rows"
             raise UserError(
@@ -211,25 +212,22 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_state(optimizer: torch.optim.Optimizer, name: str) -> None:
-    for parameter, key, value in (
-        (p, *entry) for p, state in optimizer.state.items() for entry in state.items()
-    ):
-        if (
-            value is None
-            or key == "step"
-            or (torch.is_tensor(value) and value.shape in (parameter.shape, ()))
-        ):
-            continue
-        what = (
-            f"a tensor of shape {list(value.shape)}"
-            if torch.is_tensor(value)
-            else f"a {type(value).__name__}"
-        )
-        kept = f"keeps {key!r}, {what}, for a weight of shape {list(parameter.shape)}"
-        remedy = (
-            "name an optimizer whose state has the shape of its weights, and is cut and saved like them"
-        )
-        raise UserError(f"policy.optimizer: {name} {kept}: {remedy}")
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if value is None or key == "step":
+                continue
+            if not torch.is_tensor(value):
+                what = f"a {type(value).__name__}"
+            elif value.shape not in (parameter.shape, ()):
+                what = f"a tensor of shape {list(value.shape)}"
+            else:
+                continue
+            kept = f"keeps {key!r}, {what}, for a weight of shape {list(parameter.shape)}"
+            remedy = (
+                "name an optimizer whose state has the shape of its weights, and is cut and saved like "
+                "them"
+            )
+            raise UserError(f"policy.optimizer: {name} {kept}: {remedy}")
 
 
 def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -296,14 +294,14 @@ def _group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Copy of what an optimizer's groups have besides parameters and the learning rate; tensors as
     lists.
     """
-    kept = [
-        {key: value for key, value in g.items() if key not in ("params", "lr")}
-        for g in optimizer.param_groups
-    ]
-    return [
-        {k: v.tolist() if torch.is_tensor(v) else deepcopy(v) for k, v in group.items()}
-        for group in kept
-    ]
+    copies = []
+    for group in optimizer.param_groups:
+        values = {}
+        for key, value in group.items():
+            if key not in ("params", "lr"):
+                values[key] = value.tolist() if torch.is_tensor(value) else deepcopy(value)
+        copies.append(values)
+    return copies
 
 
 def _attribute_values(optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
@@ -315,10 +313,8 @@ def _attribute_values(optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
     weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     elsewhere = [optimizer, optimizer.state, optimizer.param_groups, *optimizer.param_groups, *weights]
     attributes = {**vars(type(optimizer)), **vars(optimizer)}
-    return {
-        name: list(_values(value, {id(thing) for thing in elsewhere}))
-        for name, value in attributes.items()
-    }
+    seen = {id(thing) for thing in elsewhere}
+    return {name: list(_values(value, set(seen))) for name, value in attributes.items()}
 
 
 def _values(thing: Any, seen: set[int]) -> Iterator[str]:

@@ -39,11 +39,12 @@ def recurrent_mixers(model: PreTrainedModel) -> list[nn.Module]:
 
     They are those with a causal convolution of their own, as all of them have in Transformers 5.
     """
-    layers = getattr(decoder(model), "layers", ())
-    modules = (module for layer in layers for module in layer.modules())
-    return [
-        module for module in modules if any(isinstance(child, nn.Conv1d) for child in module.children())
-    ]
+    mixers = []
+    for layer in getattr(decoder(model), "layers", ()):
+        for module in layer.modules():
+            if any(isinstance(child, nn.Conv1d) for child in module.children()):
+                mixers.append(module)
+    return mixers
 
 
 class SequenceRows:
@@ -89,9 +90,8 @@ class SequenceRows:
         rest: tuple[Any, ...] | None = None
         for digits in sorted({length.bit_length() for length in self.lengths}):
             numbers = [n for n, length in enumerate(self.lengths) if length.bit_length() == digits]
-            output = inner(
-                pad_sequence([sequences[n] for n in numbers], batch_first=True), *args, **kwargs
-            )
+            rows = pad_sequence([sequences[n] for n in numbers], batch_first=True)
+            output = inner(rows, *args, **kwargs)
             if isinstance(output, tuple):
                 output, rest = output[0], output[1:]
             results |= {n: row[: self.lengths[n]] for n, row in zip(numbers, output, strict=True)}

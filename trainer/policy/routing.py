@@ -113,10 +113,11 @@ def _router_of(block: nn.Module, experts: int) -> nn.Module | None:
     layer in it.
     """
     for module in block.modules():
-        for part in [module, *(child for child in module.children() if type(child) is nn.Linear)]:
-            if type(module) is not nn.Linear and any(
-                p.ndim == 2 and p.shape[0] == experts for p in part.parameters(recurse=False)
-            ):
+        if type(module) is nn.Linear:
+            continue
+        linear = [child for child in module.children() if type(child) is nn.Linear]
+        for part in [module, *linear]:
+            if any(p.ndim == 2 and p.shape[0] == experts for p in part.parameters(recurse=False)):
                 return module
     return None
 
@@ -229,9 +230,9 @@ class Routing:
         self._done = set()
         self._taken = {}
         if self._loads.device != device:
-            self._loads, self._differ, self._pulled = (
-                t.to(device) for t in (self._loads, self._differ, self._pulled)
-            )
+            self._loads = self._loads.to(device)
+            self._differ = self._differ.to(device)
+            self._pulled = self._pulled.to(device)
 
     def taken(self) -> Tensor | None:
         """Return the routes [N, layers, k] of the latest pass, on the host; None unless they are
@@ -339,9 +340,8 @@ def samples_of(batch: MicroBatch) -> Tensor:
         return pack.local(rows.repeat_interleave(torch.tensor(pack.lengths)))
     sizes = [length - 1 if batch.rows else 0 for length in batch.lengths]
     widths = pack.lengths if pack is not None else [batch.input_ids.shape[1] - 1] * len(sizes)
-    real = torch.cat(
-        [torch.arange(width) < size for size, width in zip_longest(sizes, widths, fillvalue=0)]
-    ).long()
+    marks = [torch.arange(width) < size for size, width in zip_longest(sizes, widths, fillvalue=0)]
+    real = torch.cat(marks).long()
     return real if pack is None else pack.local(real)
 
 

@@ -72,20 +72,18 @@ def heads_for_tokens(
     dealt = []
     for heads in (query, key, value):
         count = heads.shape[1]
-        heads = (
-            heads[0].repeat_interleave(math.lcm(count, ways) // count, dim=0)
-            if count % ways
-            else heads[0]
-        )
+        heads = heads[0]
+        if count % ways:
+            heads = heads.repeat_interleave(math.lcm(count, ways) // count, dim=0)
         dealt.append(heads.unflatten(0, (ways, -1)).permute(0, 2, 1, 3))  # [n, M, H / n, D]
     rows = torch.cat([heads.flatten(2) for heads in dealt], dim=2).flatten(0, 1)
     received = _Exchange.apply(rows, list(parts), [tokens] * ways, neighbours(ways))
     sizes = [heads.shape[2:] for heads in dealt]
     columns = received.split([heads * width for heads, width in sizes], dim=1)
-    q, k, v = (
-        part.unflatten(1, size).transpose(0, 1).unsqueeze(0)
-        for part, size in zip(columns, sizes, strict=True)
-    )
+    parted = []
+    for part, size in zip(columns, sizes, strict=True):
+        parted.append(part.unflatten(1, size).transpose(0, 1).unsqueeze(0))
+    q, k, v = parted
     return q, k, v
 
 

@@ -38,9 +38,8 @@ class Vision:
         images.
         """
         trunk = model.base_model
-        asked, taken = (
-            inspect.signature(call).parameters for call in (trunk.get_image_features, trunk.forward)
-        )
+        asked = inspect.signature(trunk.get_image_features).parameters
+        taken = inspect.signature(trunk.forward).parameters
         if "mm_encoder_outputs" not in taken or not hasattr(trunk, "get_placeholder_mask"):
             raise UserError(
                 f"{type(model).__name__} does not take the features of images: use another model"
@@ -212,7 +211,10 @@ def _repeat(features: Any, numbers: list[int]) -> None:
     """Make features those of images with these numbers, which may occur several times."""
     features.pooler_output = [features.pooler_output[number] for number in numbers]
     if layers := getattr(features, "deepstack_features", None):
-        features.deepstack_features = [[layer[number] for number in numbers] for layer in layers]
+        repeated = []
+        for layer in layers:
+            repeated.append([layer[number] for number in numbers])
+        features.deepstack_features = repeated
 
 
 def _keep(features: Any, here: Tensor) -> None:
@@ -230,7 +232,13 @@ def _keep(features: Any, here: Tensor) -> None:
 def _read(features: Any) -> list[Tensor]:
     """Return the features that trunks read, out of an encoder's outputs."""
     lists = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
-    return [tensor for item in lists for tensor in ([item] if isinstance(item, Tensor) else item)]
+    tensors: list[Tensor] = []
+    for item in lists:
+        if isinstance(item, Tensor):
+            tensors.append(item)
+        else:
+            tensors += item
+    return tensors
 
 
 class _Beside(torch.autograd.Function):
