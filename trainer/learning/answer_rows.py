@@ -30,7 +30,8 @@ def answer_rows(
     Collective.
     """
     local: dict[int, dict[str, Any]] = {}
-    for n, t in ((n, answer.trajectory) for n, answer in enumerate(answers)):
+    for n, answer in enumerate(answers):
+        t = answer.trajectory
         if t is not None:
             scored = {
                 "text": shown_text(t, tokenizer),
@@ -53,7 +54,8 @@ def answer_rows(
     for part in filter(None, all_to_all_bytes(payloads)):
         gathered |= msgspec.msgpack.decode(part, type=dict[int, dict[str, Any]])
     rows = []
-    for answer, row in ((answers[n], row) for n, row in sorted(gathered.items())):
+    for n, row in sorted(gathered.items()):
+        answer = answers[n]
         prompt = prompts[answer.prompt_index]
         first = {"prompt_id": prompt.id, "sample": answer.sample_index, "prompt": row.pop("prompt")}
         rows.append(first | {"text": row.pop("text"), "answer": prompt.row.get("answer")} | row)

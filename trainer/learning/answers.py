@@ -224,7 +224,8 @@ def exchange_samples(
     with agreed("exchanging the samples"):
         for step, by_rank in zip(answers, shares, strict=True):
             for payload, pairs, positions in zip(outgoing, sent, by_rank, strict=True):
-                for answer in (step[position] for position in positions):
+                for position in positions:
+                    answer = step[position]
                     if answer.trajectory is not None:
                         pairs.append((answer, sample(answer.trajectory)))
                         payload += _packed(pairs[-1][1])
@@ -236,12 +237,12 @@ def exchange_samples(
     samples: list[list[Sample]] = []
     for step, by_rank in zip(answers, shares, strict=True):
         samples.append([])
-        for answer in (step[position] for position in by_rank[rank()]):
+        for position in by_rank[rank()]:
+            answer = step[position]
             begin = ends[answer.rank]
-            ends[answer.rank] = begin + _TOKEN_BYTES * answer.length + row_bytes * (answer.length - 1)
-            samples[-1].append(
-                _unpacked(streams[answer.rank][begin : ends[answer.rank]], answer.length, routes)
-            )
+            end = begin + _TOKEN_BYTES * answer.length + row_bytes * (answer.length - 1)
+            ends[answer.rank] = end
+            samples[-1].append(_unpacked(streams[answer.rank][begin:end], answer.length, routes))
             received[answer.rank].append((answer, samples[-1][-1]))
     for stream, end, pairs in zip(streams, ends, received, strict=True):
         _unpack_images(stream[end:], pairs)

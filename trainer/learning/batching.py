@@ -133,13 +133,12 @@ def pack_units(units: list[Unit], token_budget: int, table: int = TABLE) -> list
     sums: list[tuple[int, int, int]] = []  # of each group: tokens, rows, longest row
     for index in _longest_first([unit.tokens for unit in units]):
         unit = units[index]
-        joined = ((t + unit.tokens, r + len(unit.rows), max(w, unit.longest)) for t, r, w in sums)
-        able = (
-            n
-            for n, (t, r, w) in enumerate(joined)
-            if t <= token_budget and r * w <= table * token_budget
-        )
-        fitting = next(able, len(groups))
+        fitting = len(groups)
+        for number, (tokens, rows, longest) in enumerate(sums):
+            elements = (rows + len(unit.rows)) * max(longest, unit.longest)
+            if tokens + unit.tokens <= token_budget and elements <= table * token_budget:
+                fitting = number
+                break
         if fitting == len(groups):
             groups.append([])
             sums.append((0, 0, 0))

@@ -110,11 +110,8 @@ class Prefixes:
                 parent = len(nodes) - 1
             last[first:after] = [parent] * (after - first)
             if after - first > 1:
-                ends = [
-                    first,
-                    *(row for row in range(first + 1, after) if shared[row] - depth < self.least),
-                    after,
-                ]
+                cuts = [row for row in range(first + 1, after) if shared[row] - depth < self.least]
+                ends = [first, *cuts, after]
                 branches += [(*pair, depth, parent) for pair in reversed(list(pairwise(ends)))]
         return nodes or [PrefixNode(0, 0, 1, -1, 0)], last  # a model needs a token
 
@@ -134,11 +131,8 @@ class Prefixes:
         along the tree.
         """
         rows = self.sorted(range(len(self.lengths)))
-        apart = [
-            0,
-            *(position for position in range(1, len(rows)) if self.common[position] < self.least),
-            len(rows),
-        ]
+        cuts = [position for position in range(1, len(rows)) if self.common[position] < self.least]
+        apart = [0, *cuts, len(rows)]
         waiting = [rows[begin:end] for begin, end in reversed(list(pairwise(apart)))] if rows else []
         units = []
         while waiting:
