@@ -144,9 +144,8 @@ def _changed_by_arrow(rows: "Dataset", exact: Collection[str]) -> list[str]:
     changed = []
     for name in rows.column_names:
         column = rows.data.column(name)
-        if _has_changed_texts(column.type) or (
-            name in exact and any(map(_has_inner_nulls, column.chunks))
-        ):
+        inner_nulls = name in exact and any(map(_has_inner_nulls, column.chunks))
+        if inner_nulls or _has_changed_texts(column.type):
             changed.append(name)
     return changed
 

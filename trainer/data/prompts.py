@@ -99,10 +99,10 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in beyond:
         # Harmless, since masks depend on positions, not on ids
         tokenizer.pad_token = tokenizer.eos_token
+    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    template = str(tokenizer.chat_template)
     for token_id, token in beyond.items():
-        if token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id) or token in str(
-            tokenizer.chat_template
-        ):
+        if token_id in ends or token in template:
             raise UserError(f"the tokenizer of {path} needs {_without_row(token, token_id, model)}")
     return tokenizer
 

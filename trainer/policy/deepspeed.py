@@ -104,9 +104,8 @@ class DeepSpeedPolicy(Offloadable, Policy):
         self._make_optimizer_state()
         if self.compute_dtype != torch.float32:
             # DeepSpeed has made its masters from rounded weights.
-            for parameter, value in self._start_values(
-                self.model, self.trained(), wider_than=self.compute_dtype
-            ):
+            exact = self._start_values(self.model, self.trained(), wider_than=self.compute_dtype)
+            for parameter, value in exact:
                 safe_set_full_fp32_param(parameter, value)
 
     @property

@@ -268,9 +268,8 @@ def values(module: nn.Module, batch: MicroBatch) -> Tensor:
     where the loss mask is 0.
     """
     inputs, packing = trunk_inputs(batch)
-    return _for_loss(batch, module(inputs, batch.layout.states, packing, _image_inputs(module, batch)))[
-        0
-    ]
+    images = _image_inputs(module, batch)
+    return _for_loss(batch, module(inputs, batch.layout.states, packing, images))[0]
 
 
 def _image_inputs(module: nn.Module, batch: MicroBatch) -> ImageInputs:

@@ -321,12 +321,8 @@ def _values(thing: Any, seen: set[int]) -> Iterator[str]:
     """Yield the numbers, texts and tensors in a value, in its items and in its attributes, as text;
     `seen` are ids.
     """
-    if (
-        inspect.isroutine(thing)
-        or inspect.isclass(thing)
-        or inspect.ismodule(thing)
-        or id(thing) in seen
-    ):
+    code = inspect.isroutine(thing) or inspect.isclass(thing) or inspect.ismodule(thing)
+    if code or id(thing) in seen:
         return
     if torch.is_tensor(thing):
         yield repr(thing.tolist())

@@ -45,15 +45,15 @@ def find_routers(model: PreTrainedModel, balanced: bool = False) -> dict[int, st
     routers: dict[int, str] = {}
     for number, layer in enumerate(decoder(model).layers):
         modules = dict(layer.named_modules())
-        for path in [path for path, module in modules.items() if _holds_experts(module, experts)]:
+        holders = [path for path, module in modules.items() if _holds_experts(module, experts)]
+        for path in holders:
             block = modules[path.rpartition(".")[0]]
             router = _router_of(block, experts)
             name = names[id(router or block)]
-            if (
-                router is None
-                or not top_k
-                or (watched := _watched_run(router, block, modules[path], model)) is None
-            ):
+            watched = None
+            if router is not None and top_k:
+                watched = _watched_run(router, block, modules[path], model)
+            if watched is None:
                 raise UserError(
                     f"model.routes: {name} of this model has no router that can be run: set it to own"
                 )
@@ -98,7 +98,8 @@ def _sizes(model: PreTrainedModel) -> tuple[int, int]:
     """
     config = model.config.get_text_config()
     keys = ("num_local_experts", "num_experts", "n_routed_experts")
-    experts = next((size for key in keys if (size := getattr(config, key, None))), 0)
+    sizes = (getattr(config, key, None) for key in keys)
+    experts = next((size for size in sizes if size), 0)
     return experts, getattr(config, "num_experts_per_tok", 0) if experts else 0
 
 

@@ -381,9 +381,8 @@ class _Worker:
             self._pid = self._pid or sender  # the first packet is sent before any user code is loaded
             with suppress(msgspec.DecodeError):
                 reply = msgspec.json.decode(packet, type=_Reply)
-                if (sender, reply.number) == (self._pid, number) and (
-                    reply.error or isinstance(reply.value, kind)
-                ):
+                answers = reply.error or isinstance(reply.value, kind)
+                if answers and (sender, reply.number) == (self._pid, number):
                     return reply
 
 

@@ -122,12 +122,10 @@ class CarriedPool:
         resumed = self._resume()
         fresh = max(0, count + prompts_ahead(self._config) - len(self._flights))
         groups = resumed + self._deal(self._prompts(position, fresh), position)
-        counts = self._grow(
-            [self._beginning(group, settings) for group in groups], count, settings, terms
-        )
-        positions = sorted(position for position, flight in self._flights.items() if flight.complete)[
-            :count
-        ]
+        beginnings = [self._beginning(group, settings) for group in groups]
+        counts = self._grow(beginnings, count, settings, terms)
+        complete = [position for position, flight in self._flights.items() if flight.complete]
+        positions = sorted(complete)[:count]
         flights = [self._flights.pop(position) for position in positions]
         self.version = settings.policy_version
         answers = gather_answers(self._trajectories(positions), terms.details, self.version)

@@ -283,7 +283,8 @@ class Pool:
             return await rollout(leader.engine, ids, settings, claim, score, setup, self.engines)
         # A sampler takes all its prompts at once, so engines claim equal shares first
         assert level.sampler is not None
-        share = [index for _ in range(-(-len(ids) // self.engines)) if (index := claim()) is not None]
+        claims = [claim() for _ in range(-(-len(ids) // self.engines))]
+        share = [index for index in claims if index is not None]
         messages = level.messages(prompts)
         rows = [prompt.row for prompt in prompts]
         rules = level.image_rules
@@ -297,9 +298,9 @@ class Pool:
         """Return the arguments of these prompts' episodes."""
         level = self.level
         rows = [prompt.row for prompt in prompts]
-        images = (
-            [(prompt.images, prompt.image_spans) for prompt in prompts] if level.image_rules else None
-        )
+        images = None
+        if level.image_rules:
+            images = [(prompt.images, prompt.image_spans) for prompt in prompts]
         assert level.function is not None
         messages = level.messages(prompts)
         return EpisodeSetup(level.function, self.tokenizer, rows, messages, images, level.image_rules)

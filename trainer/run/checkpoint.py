@@ -231,7 +231,11 @@ def prune(folder: Path, keep: int, keep_best: int = 0, metric: str = "") -> None
     if not is_main():
         return
     paths = _complete(folder)
-    merits = {path: merit for path in paths if keep_best and (merit := _merit(path, metric)) is not None}
+    merits = {}
+    for path in paths if keep_best else ():
+        merit = _merit(path, metric)
+        if merit is not None:
+            merits[path] = merit
     best = sorted(merits, key=lambda path: -merits[path])[:keep_best]
     for path in set(paths[max(keep, 1) :]) - set(best):
         _delete(path)

@@ -154,10 +154,9 @@ def _rows_are_whole(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> boo
         return [(chunk.offsets, chunk.sizes) for chunk in chunks] == [((), ())]
     end = 0
     for chunk in sorted(chunks, key=lambda chunk: (chunk.offsets[:1], chunk.sizes[:1])):
-        if (chunk.offsets, chunk.sizes) != (
-            (end, *[0] * (len(size) - 1)),
-            (*chunk.sizes[:1], *size[1:]),
-        ):
+        offsets = (end, *[0] * (len(size) - 1))
+        sizes = (*chunk.sizes[:1], *size[1:])
+        if (chunk.offsets, chunk.sizes) != (offsets, sizes):
             return False
         end += chunk.sizes[0]
     return end == size[0] and all(chunk.sizes[0] >= 0 for chunk in chunks)

@@ -303,9 +303,9 @@ def _wait_out(reader: int, hold: _Hold) -> int:
     began = time.monotonic()
     while hold.worthwhile() and (left := began + hold.seconds - time.monotonic()) > 0:
         again = _next_signal(reader, left)
-        if again is not None and (
-            again != hold.came or time.monotonic() - began > _SAME_REQUEST_SECONDS
-        ):
+        if again is None:
+            continue
+        if again != hold.came or time.monotonic() - began > _SAME_REQUEST_SECONDS:
             number = again
             break
     hold.over = True

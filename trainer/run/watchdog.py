@@ -221,9 +221,8 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._closed.wait(_POLL_SECONDS):
             now = time.monotonic()
-            if expired := next(
-                (phase for phase in self._phases if now - phase.since > phase.deadline), None
-            ):
+            late = (phase for phase in self._phases if now - phase.since > phase.deadline)
+            if expired := next(late, None):
                 self._raise_alarm(f"exceeded a deadline, {expired}")
                 return
             try:
