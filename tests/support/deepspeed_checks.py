@@ -1,7 +1,6 @@
 """Checks of each ZeRO stage, and of FSDP2 beside them, against one process, for test_deepspeed.py on two ranks."""
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import policy_checks as checks
 from tests.support import three_steps
+from tests.support.rank_checks import Checks
 from trainer.config.schema import ModelConfig, PolicyConfig, TrainConfig
-from trainer.distributed import init_process_group
 from trainer.estimates.memory import ZERO_BUCKET, trainer_parts
 from trainer.estimates.model_sizes import model_sizes
 from trainer.policy import FsdpPolicy, hf_format
@@ -226,22 +225,20 @@ def check_zero_shifts(folder: Path, stage: int, dtype: str = "float32") -> None:
     )
 
 
-def two_ranks(models: str, results: str) -> None:
-    """Run every check on two ranks, and write the results to the file `results`."""
-    init_process_group(60, "cpu")
-    folder = Path(models)
-    run: dict[str, Callable[[], None]] = {}
+def two_ranks(folder: Path) -> Checks:
+    """Return the checks of two ranks."""
+    run: Checks = {}
     for stage in STAGES:
         run[f"steps zero {stage}"] = lambda s=stage: check_three_steps(folder, s, "qwen2", True)
-        run[f"nan {stage}"] = lambda s=stage: check_nan_on_one_rank(folder, s)
-        run[f"checkpoint {stage}"] = lambda s=stage: check_checkpoints_cross(folder, s)
-        run[f"shifts {stage}"] = lambda s=stage: check_zero_shifts(folder, s)
+        run[f"NaN on one rank {stage}"] = lambda s=stage: check_nan_on_one_rank(folder, s)
+        run[f"checkpoint of FSDP {stage}"] = lambda s=stage: check_checkpoints_cross(folder, s)
+        run[f"offloading {stage}"] = lambda s=stage: check_zero_shifts(folder, s)
     for stage in (2, 3):  # recipes may not combine stage 1 with bfloat16
         run[f"small steps {stage}"] = lambda s=stage: check_small_steps_are_not_lost(folder, s)
-        run[f"shifts in bfloat16 {stage}"] = lambda s=stage: check_zero_shifts(folder, s, "bfloat16")
+        run[f"offloading in bfloat16 {stage}"] = lambda s=stage: check_zero_shifts(folder, s, "bfloat16")
         run[f"route bias {stage}"] = lambda s=stage: check_route_bias(folder, s)
         run[f"read once {stage}"] = lambda s=stage: check_read_once(folder, s)
-        run[f"memory {stage}"] = lambda s=stage: check_planned_memory(folder, s)
+        run[f"planned memory {stage}"] = lambda s=stage: check_planned_memory(folder, s)
     run["steps fsdp"] = lambda: check_fsdp_steps(folder)
     run["steps hsdp, whole on every rank"] = lambda: check_fsdp_steps(folder, shard_size=1)
     run["steps zero 3, experts"] = lambda: check_three_steps(folder, 3, "qwen3_moe", False)
@@ -254,13 +251,4 @@ def two_ranks(models: str, results: str) -> None:
     run["sent whole"] = lambda: check_source(folder, 1, "qwen2", True)
     for kind, tied in checks.KINDS:
         run[f"sent cut {kind} {tied}"] = lambda k=kind, t=tied: check_source(folder, 3, k, t)
-    checks._on_ranks({name: _collected(check) for name, check in run.items()}, results)
-
-
-def _collected(check: Callable[[], None]) -> Callable[[], None]:
-    def run() -> None:
-        gc.freeze()
-        check()
-        gc.collect()  # DeepSpeed's engines are cycles
-
     return run

@@ -4,7 +4,6 @@ Most are the checks of policies whose ranks gather experts, run once more with `
 """
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +14,8 @@ from sharding.ranks import rank
 from tests.support import critic_checks, sequence_checks, three_steps
 from tests.support import policy_checks as checks
 from tests.support.counted_collectives import check_traffic
+from tests.support.rank_checks import Checks
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
-from trainer.distributed import init_process_group
 from trainer.learning.batching import micro_batches
 from trainer.policy import FrozenPolicy, FsdpPolicy
 from trainer.run import checkpoint
@@ -116,7 +115,7 @@ def check_adapters(folder: Path, size: int) -> None:
         torch.testing.assert_close(results[0][name], weight, atol=1e-6, rtol=1e-6)
 
 
-def checks_of(even: Path) -> dict[str, Callable[[], None]]:
+def checks_of(even: Path) -> Checks:
     """Return the checks that two and four ranks share."""
     return {
         "routed": lambda: checks.check_routed(
@@ -126,16 +125,15 @@ def checks_of(even: Path) -> dict[str, Callable[[], None]]:
             2, lambda: sequence_checks.check_update(even, *MIXTURE, 33, expert_parallel=2)
         ),
         "sent": lambda: checks.check_sent(make_policy(even, 2)),
-        "traffic": lambda: check_traffic(even, False, MIXTURE[0], expert_parallel=2),
+        "planned collectives": lambda: check_traffic(even, False, MIXTURE[0], expert_parallel=2),
     }
 
 
-def two_ranks(models: str, results: str) -> None:
-    """Run the checks on two ranks, and write the results to a file."""
-    init_process_group(60, "cpu")
-    even = Path(models) / "even"
+def two_ranks(folder: Path) -> Checks:
+    """Return the checks of two ranks."""
+    even = folder / "even"
     source = checks.model_folder(even, *MIXTURE)
-    run = checks_of(even) | {
+    return checks_of(even) | {
         "first step": lambda: check_first_step(even, 2),
         "busy rank": lambda: check_busy_rank(even, 2),
         "idle ranks": lambda: check_idle_ranks(even, 2),
@@ -151,14 +149,12 @@ def two_ranks(models: str, results: str) -> None:
             lambda policy: [p.to_local() for _, p in policy.named_parameters()],
         ),
     }
-    checks._on_ranks(run, results)
 
 
-def four_ranks(models: str, results: str) -> None:
-    """Run the checks on four ranks, and write the results to a file."""
-    init_process_group(60, "cpu")
-    even, uneven = (Path(models) / name for name in EXPERTS)
-    run = checks_of(even) | {
+def four_ranks(folder: Path) -> Checks:
+    """Return the checks of four ranks."""
+    even, uneven = (folder / name for name in EXPERTS)
+    return checks_of(even) | {
         "three steps": lambda: check_next_steps(
             make_policy(uneven, 2, activation_checkpointing="full"), uneven, 1, 3
         ),
@@ -167,4 +163,3 @@ def four_ranks(models: str, results: str) -> None:
         "replicas": lambda: check_next_steps(make_policy(even, 2, shard_size=2), even, 1, 1),
         "replicas sent": lambda: checks.check_sent(make_policy(even, 2, shard_size=2)),
     }
-    checks._on_ranks(run, results)

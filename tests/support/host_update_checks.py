@@ -10,8 +10,8 @@ from torch import Tensor
 from sharding.send.source import local_part
 from tests.support import critic_checks
 from tests.support import policy_checks as checks
+from tests.support.rank_checks import Checks
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
-from trainer.distributed import init_process_group
 from trainer.policy import FsdpPolicy, InPlacePolicy, Outputs
 from trainer.policy.critic import Critic
 from trainer.policy.fsdp import ShardedModel
@@ -88,8 +88,7 @@ def check_host_update(folder: Path, case: str, tolerance: float = 0.0) -> None:
         assert (tensor.cpu() - before[name].cpu()).norm() <= tolerance * tensor.norm(), name
 
 
-def two_ranks(models: str, results: str) -> None:
-    """Run the checks of sharded cases on two ranks, and write the results to the file `results`."""
-    init_process_group(60, "cpu")
+def two_ranks(folder: Path) -> Checks:
+    """Return the checks of sharded cases on two ranks."""
     sharded = [case for case in CASES if not case.startswith("in place")]
-    checks._on_ranks({case: partial(check_host_update, Path(models), case) for case in sharded}, results)
+    return {case: partial(check_host_update, folder, case) for case in sharded}

@@ -1,7 +1,6 @@
 """Checks of hybrid sharding on four ranks for test_hsdp.py: two replicas of the shards, on two ranks each."""
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from sharding.send.source import FsdpWeightSource
 from tests.support import critic_checks, three_steps
 from tests.support import policy_checks as checks
 from tests.support.gathering import assert_ranks_hold, sent_in_parts
-from trainer.distributed import init_process_group
+from tests.support.rank_checks import Checks
 from trainer.policy import FsdpPolicy
 from trainer.run import checkpoint
 
@@ -70,24 +69,21 @@ def check_shards(folder: Path) -> None:
     assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())
 
 
-def four_ranks(models: str, results: str) -> None:
-    """Run every check on four ranks, and write the results to the file `results`."""
-    init_process_group(60, "cpu")
-    folder = Path(models)
+def four_ranks(folder: Path) -> Checks:
+    """Return the checks of four ranks."""
     kinds = [checks.model_folder(folder, kind, tied) for kind, tied in checks.KINDS]
-    run: dict[str, Callable[[], None]] = {
+    run: Checks = {
         f"sent {kind.name}": lambda kind=kind: checks.check_sent(checks.make_policy(kind))
         for kind in kinds
     }
-    run |= {
-        "groups": lambda: check_groups(folder),
+    return run | {
+        "process groups": lambda: check_groups(folder),
         "steps": lambda: check_next_steps(make_policy(folder), folder, 1, 3),
         "handed over": lambda: check_handed_over(folder),
-        "traffic": lambda: checks.check_planned_traffic(folder),
-        "traffic of replicas": lambda: checks.check_planned_traffic(folder, shard_size=2),
-        "shards": lambda: check_shards(folder),
+        "planned collectives": lambda: checks.check_planned_traffic(folder),
+        "planned collectives of replicas": lambda: checks.check_planned_traffic(folder, shard_size=2),
+        "half a model": lambda: check_shards(folder),
         "critic": lambda: critic_checks.check_values_and_gradients(folder, "qwen2", shard_size=2),
         "shared trunk": lambda: critic_checks.check_head_on_shared_trunk(folder, shard_size=2),
         "critic's state": lambda: critic_checks.check_state(folder, shard_size=2),
     }
-    checks._on_ranks(run, results)

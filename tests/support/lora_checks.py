@@ -1,6 +1,5 @@
 """Checks of adapters under FSDP2 and each ZeRO stage against PEFT in one process, for test_lora_ranks.py."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from sharding.ranks import is_main, rank
 from tests.support import policy_checks as checks
-from tests.support.deepspeed_checks import _collected
 from tests.support.gathering import sent
+from tests.support.rank_checks import Checks
 from tests.support.row_advantages import advantage
 from trainer.build import adapter_source, weight_source
 from trainer.config.lora_start import adapter_keys
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
-from trainer.distributed import init_process_group
 from trainer.policy import Policy, make_policy
 from trainer.policy.lora import BaseOfPolicy, peft_config, peft_name, save_adapter, start_value
 from trainer.policy.optimizer import decay_groups
@@ -194,23 +192,13 @@ def check_start(folder: Path, backend: str) -> None:
     )
 
 
-def start_on_ranks(models: str, results: str) -> None:
-    """Run `check_start` for each backend on the ranks there are, and write the results to the file `results`."""
-    init_process_group(60, "cpu")
-    run = {
-        backend: _collected(lambda b=backend: check_start(Path(models), b))
-        for backend in ("fsdp", "zero 2", "zero 3")
-    }
-    checks._on_ranks(run, results)
+def starts(folder: Path) -> Checks:
+    """Return the checks of a start from an adapter on any number of ranks."""
+    return {b: lambda b=b: check_start(folder, b) for b in ("fsdp", "zero 2", "zero 3")}
 
 
-def two_ranks(models: str, results: str) -> None:
-    """Run every check on two ranks, and write the results to the file `results`."""
-    init_process_group(60, "cpu")
-    folder = Path(models)
-    run: dict[str, Callable[[], None]] = {
-        f"steps {b}": lambda b=b: check_steps(folder, b) for b in BACKENDS
-    }
+def two_ranks(folder: Path) -> Checks:
+    """Return the checks of two ranks."""
+    run: Checks = {f"steps {b}": lambda b=b: check_steps(folder, b) for b in BACKENDS}
     run["steps untied"] = lambda: check_steps(folder, "fsdp", "llama", False)
-    run |= {f"files {b}": lambda b=b: check_files(folder, b) for b in ("fsdp", "zero 2")}
-    checks._on_ranks({name: _collected(check) for name, check in run.items()}, results)
+    return run | {f"files {b}": lambda b=b: check_files(folder, b) for b in ("fsdp", "zero 2")}

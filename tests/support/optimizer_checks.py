@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from sharding.ranks import world_size
 from tests.support import policy_checks as checks
 from tests.support import three_steps
-from trainer.distributed import init_process_group
+from tests.support.rank_checks import Checks
 from trainer.policy.muon import ShardedMuon
 from trainer.run import checkpoint
 
@@ -122,22 +122,17 @@ def check_loaded(folder: Path, case: str) -> None:
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
 
 
-def two_ranks(models: str, results: str) -> None:
-    """Run every check on two ranks, and write the results to the file `results`."""
-    init_process_group(60, "cpu")
-    folder = Path(models)
-    run = {f"steps {case}": partial(check_steps, folder, case) for case in CASES}
+def two_ranks(folder: Path) -> Checks:
+    """Return the checks of two ranks."""
+    run: Checks = {f"steps {case}": partial(check_steps, folder, case) for case in CASES}
     run |= {f"saved {case}": partial(check_saved, folder, case) for case in ("muon", "own")}
-    run |= {
-        "bits": check_muon_bit_for_bit,
-        "offload": partial(checks.check_fsdp_shifts, folder, optimizer="muon"),
+    return run | {
+        "muon bit for bit": check_muon_bit_for_bit,
+        "offloaded state of muon": partial(checks.check_fsdp_shifts, folder, optimizer="muon"),
     }
-    checks._on_ranks(run, results)
 
 
-def four_ranks(models: str, results: str) -> None:
-    """Load on four ranks, with replicas, what two have saved; and steps."""
-    init_process_group(60, "cpu")
-    folder = Path(models)
-    run = {f"loaded {case}": partial(check_loaded, folder, case) for case in ("muon", "own")}
-    checks._on_ranks(run | {"bits": check_muon_bit_for_bit}, results)
+def four_ranks(folder: Path) -> Checks:
+    """Return the checks of four ranks, which load, with replicas, what two have saved; and steps."""
+    run: Checks = {f"loaded {case}": partial(check_loaded, folder, case) for case in ("muon", "own")}
+    return run | {"muon bit for bit": check_muon_bit_for_bit}

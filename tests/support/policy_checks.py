@@ -1,9 +1,6 @@
 """Checks of policies against plain Transformers in one process, for test_policy.py, on one or several ranks."""
 
 import json
-import sys
-import tempfile
-import traceback
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -27,14 +24,14 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from sharding.ranks import agree, all_reduce_sum, rank, sum_counts, world_size
+from sharding.ranks import all_reduce_sum, rank, sum_counts, world_size
 from sharding.send.source import FsdpWeightSource
 from tests.support.gathering import assert_ranks_hold, sent, sent_in_parts
+from tests.support.rank_checks import Checks
 from tests.support.row_advantages import advantage, advantages
 from trainer.algorithms import aggregation
 from trainer.build import weight_source
 from trainer.config.schema import ModelConfig, PolicyConfig
-from trainer.distributed import destroy_process_group, init_process_group
 from trainer.learning.batching import deal, micro_batches
 from trainer.policy import FrozenPolicy, FsdpPolicy, Outputs
 from trainer.policy.buffers import ROUTE_BIASES
@@ -520,36 +517,9 @@ def check_reference_at_home(folder: Path) -> None:
         )
 
 
-def run_checks(checks: dict[str, Callable[[], None]]) -> dict[str, str]:
-    """Run each check on all ranks; the value is an empty string, or what went wrong on any rank."""
-    results = {}
-    for name, check in checks.items():
-        error: BaseException | None = None
-        try:
-            check()
-        except Exception as caught:
-            error = caught
-            traceback.print_exc()
-        try:
-            agree(error, name)
-            results[name] = ""
-        except RuntimeError as everywhere:
-            results[name] = str(everywhere)
-    return results
-
-
-def _on_ranks(checks: dict[str, Callable[[], None]], results: str) -> None:
-    failures = run_checks(checks)
-    if rank() == 0:
-        Path(results).write_text(json.dumps(failures))
-    destroy_process_group()
-
-
-def two_ranks(models: str, results: str) -> None:
-    """Run every check on two ranks, and write the results to the file `results`."""
-    init_process_group(60, "cpu")
-    folder = Path(models)
-    checks: dict[str, Callable[[], None]] = {}
+def two_ranks(folder: Path) -> Checks:
+    """Return the checks of two ranks."""
+    checks: Checks = {}
     for kind, tied in KINDS:
         checks[f"loading {kind} {tied}"] = lambda k=kind, t=tied: check_loading(folder, k, t)
         checks[f"sent {kind} {tied}"] = lambda k=kind, t=tied: check_sent(
@@ -570,7 +540,7 @@ def two_ranks(models: str, results: str) -> None:
     checks["gradients kept gathered"] = lambda: check_gradients(
         folder, "qwen2", True, 33, "token_mean", reshard_after_forward=False
     )
-    checks["nan"] = lambda: check_nan_on_one_rank(folder)
+    checks["NaN on one rank"] = lambda: check_nan_on_one_rank(folder)
     checks["small steps"] = lambda: check_small_steps_are_not_lost(folder)
     for kind, tied, dtype in [
         ("qwen2", True, "float32"),
@@ -578,26 +548,13 @@ def two_ranks(models: str, results: str) -> None:
         ("qwen3_moe", False, "float32"),
     ]:
         checks[f"export {kind}"] = lambda k=kind, t=tied, d=dtype: check_export(folder, k, t, d)
-    checks["state"] = lambda: check_state_dict(folder)
-    checks["shifts"] = lambda: check_fsdp_shifts(folder)
-    checks["reference"] = lambda: check_reference_at_home(folder)
-    checks["traffic"] = lambda: check_planned_traffic(folder)
-    _on_ranks(checks, results)
+    checks["restored state"] = lambda: check_state_dict(folder)
+    checks["offloading"] = lambda: check_fsdp_shifts(folder)
+    checks["offloaded reference"] = lambda: check_reference_at_home(folder)
+    checks["planned collectives"] = lambda: check_planned_traffic(folder)
+    return checks
 
 
-def three_ranks(models: str, results: str) -> None:
-    """Run the check of uneven work on three ranks."""
-    init_process_group(60, "cpu")
-    _on_ranks({"uneven": lambda: check_uneven_work(Path(models))}, results)
-
-
-def main() -> None:
-    """Run the checks by hand on one rank: python tests/support/policy_checks.py"""
-    with tempfile.TemporaryDirectory() as folder:
-        make_models(Path(folder))
-        two_ranks(folder, str(Path(folder) / "results.json"))
-        sys.stdout.write((Path(folder) / "results.json").read_text() + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def three_ranks(folder: Path) -> Checks:
+    """Return the check of uneven work on three ranks."""
+    return {"uneven work": lambda: check_uneven_work(folder)}

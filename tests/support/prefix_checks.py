@@ -5,8 +5,7 @@ Transformers.
 """
 
 import copy
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from torch import Tensor
 from sharding.ranks import all_reduce_sum, rank, sum_counts, world_size
 from tests.support import policy_checks as checks
 from tests.support.critic_checks import captured_gradients, make_critic, squared_error
+from tests.support.rank_checks import Checks
 from tests.support.sequence_checks import transcripts
 from tests.support.shared_answers import LEAST, group, turns
 from trainer import sft
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig, TrainConfig
-from trainer.distributed import init_process_group
 from trainer.learning.batching import Batcher, micro_batches
 from trainer.policy import FrozenPolicy, FsdpPolicy, Outputs
 from trainer.policy.routing import balance, loads_of
@@ -260,23 +259,20 @@ def check_differing_routes(folder: Path) -> None:
     assert_close(found[1], found[0])
 
 
-def two_ranks(models: str, results: str) -> None:
-    """Run every check on two ranks, and write the results to the file `results`."""
-    init_process_group(60, "cpu")
-    folder = Path(models)
-    run: dict[str, Callable[[], None]] = {
+def two_ranks(folder: Path) -> Checks:
+    """Return the checks of two ranks."""
+    return {
         "whole groups": lambda: check_policy(folder, "qwen2"),
         "split groups": lambda: check_policy(folder, "qwen2", split=True),
         "adapters": lambda: check_policy(folder, "qwen3", lora=2),
-        "others": lambda: check_others(folder),
-        "sft": lambda: check_sft(folder),
+        "critics and references": lambda: check_others(folder),
+        "supervised step": lambda: check_sft(folder),
         "mixture": lambda: check_mixture(folder),
         "one pack on two ranks": lambda: check_policy(folder, "qwen2", ways=2),
         "one pack with windows on two ranks": lambda: check_policy(folder, "gemma3", ways=2),
         "one pack of a mixture on two ranks": lambda: check_mixture(folder, ways=2),
         "a part without targets": lambda: check_part_without_targets(folder),
     }
-    Path(results).write_text(json.dumps(checks.run_checks(run)))
 
 
 def check_part_without_targets(folder: Path) -> None:

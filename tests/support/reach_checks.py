@@ -4,7 +4,6 @@ import gc
 import os
 import pickle
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from sharding.transports.pull import Pull
 from tests.support import policy_checks as checks
 from tests.support.deepspeed_checks import zero_policy
 from tests.support.lora_checks import lora_policy
+from tests.support.rank_checks import Checks, run_checks
 from trainer.build import weight_source
 from trainer.distributed import init_process_group
 
@@ -50,7 +50,7 @@ def on_ranks(models: str, results: str, *cases: str) -> None:
     extension._PLAIN_ON_CPU = True
     keep_weights_plain()
     cpu_model_runner._set_torch_accelerator_to_noop()
-    todo: dict[str, Callable[[], None]] = {}
+    todo: Checks = {}
     for case in cases:
         backend, size, *adapted = case.split()
         for folder in sorted(Path(models).iterdir()):
@@ -66,7 +66,7 @@ def on_ranks(models: str, results: str, *cases: str) -> None:
     # Names the workers' shared memory, which nobody else removes here
     os.environ["VLLM_DIST_IDENT"] = group
     try:
-        checks._on_ranks(todo, results)
+        run_checks(todo, Path(results))
     finally:
         for file in Path("/dev/shm").glob(f"{group}-*"):
             file.unlink(missing_ok=True)

@@ -14,10 +14,9 @@ import torch
 from sharding.ranks import rank, sum_counts, world_size
 from tests.support import critic_checks, deepspeed_checks, lora_checks
 from tests.support import policy_checks as checks
-from tests.support.deepspeed_checks import _collected
+from tests.support.rank_checks import Checks
 from trainer import sft
 from trainer.config.schema import TrainConfig
-from trainer.distributed import init_process_group
 from trainer.learning.batching import Batcher, micro_batches
 from trainer.policy import FsdpPolicy
 from trainer.policy.routing import loads_of
@@ -209,42 +208,38 @@ def check_sft(folder: Path) -> None:
         torch.testing.assert_close(weight, wanted[name], atol=1e-6, rtol=1e-6)
 
 
-def two_ranks(models: str, results: str) -> None:
-    """Run every check on two ranks, and write the results to the file `results`."""
-    init_process_group(60, "cpu")
-    folder = Path(models)
-    run: dict[str, Callable[[], None]] = {}
+def two_ranks(folder: Path) -> Checks:
+    """Return the checks of two ranks."""
+    run: Checks = {}
     for kind, tied in checks.KINDS:
         run[f"scores {kind} {tied}"] = lambda k=kind, t=tied: check_scores(folder, k, t)
         run[f"update {kind} {tied}"] = lambda k=kind, t=tied: check_update(
             folder, k, t, 33, "sequence_mean"
         )
     for budget in BUDGETS:
-        run[f"update {budget}"] = lambda b=budget: check_update(folder, "qwen2", True, b)
+        run[f"update, budget {budget}"] = lambda b=budget: check_update(folder, "qwen2", True, b)
     for layers in ("every_second", "full"):
         run[f"recomputed {layers}"] = lambda layers=layers: check_update(
             folder, "qwen3", True, 33, activation_checkpointing=layers
         )
-    run["memory"] = lambda: check_memory(folder)
-    run["routes"] = lambda: check_routes(folder)
+    run["memory for backward"] = lambda: check_memory(folder)
+    run["given routes"] = lambda: check_routes(folder)
     run["critic"] = lambda: critic_checks.check_values_and_gradients(folder, "qwen2")
     run["shared trunk"] = lambda: critic_checks.check_head_on_shared_trunk(folder)
-    run["alone again"] = lambda: check_goes_on_alone(folder)
-    run["sft"] = lambda: check_sft(folder)
+    run["resumed without sharing"] = lambda: check_goes_on_alone(folder)
+    run["supervised step"] = lambda: check_sft(folder)
     for stage in deepspeed_checks.STAGES:
         run[f"zero {stage}"] = lambda s=stage: deepspeed_checks.check_three_steps(
             folder, s, "qwen2", True
         )
     for backend in ("fsdp", "zero 3"):
         run[f"lora {backend}"] = lambda b=backend: lora_checks.check_steps(folder, b)
-    checks._on_ranks({name: _collected(sharing(2, check)) for name, check in run.items()}, results)
+    return {name: sharing(2, check) for name, check in run.items()}
 
 
-def four_ranks(models: str, results: str) -> None:
-    """Run the checks of larger groups on four ranks, and write the results to the file `results`."""
-    init_process_group(60, "cpu")
-    folder = Path(models)
-    run: dict[str, Callable[[], None]] = {}
+def four_ranks(folder: Path) -> Checks:
+    """Return the checks of larger groups on four ranks."""
+    run: Checks = {}
     for ways in (2, 4):
         for kind, tied in (("qwen2", True), ("gemma3", True)):
             run[f"update {kind} {ways}"] = sharing(
@@ -253,4 +248,4 @@ def four_ranks(models: str, results: str) -> None:
         run[f"idle {ways}"] = sharing(ways, lambda: check_idle_ranks(folder))
     run["scores 4"] = sharing(4, lambda: check_scores(folder, "qwen3", True))
     run["replicas"] = sharing(2, lambda: check_update(folder, "qwen3", True, 33, shard_size=2))
-    checks._on_ranks(run, results)
+    return run

@@ -1,7 +1,6 @@
 """Checks of rows with images under FSDP2 and ZeRO-3 against one process, for test_vision_ranks.py on two ranks."""
 
 import shutil
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,8 +17,8 @@ from tests.support import critic_checks, three_steps
 from tests.support import policy_checks as checks
 from tests.support.deepspeed_checks import zero_policy
 from tests.support.image_rows import make_rows, plain_forward, plain_gradients
+from tests.support.rank_checks import Checks
 from tests.support.sequence_checks import sharing
-from trainer.distributed import init_process_group
 from trainer.learning.batching import micro_batches
 from trainer.model_structure import vision_modules
 from trainer.types import MicroBatch, Sample
@@ -125,13 +124,12 @@ def check_critic(folder: Path, way: str) -> None:
     )
 
 
-def two_ranks(models: str, results: str) -> None:
-    """Run every check on two ranks, and write the results to the file `results`."""
-    init_process_group(60, "cpu")
-    todo: dict[str, Callable[[], None]] = {}
+def two_ranks(folder: Path) -> Checks:
+    """Return the checks of two ranks."""
+    todo: Checks = {}
     for kind, case in RUNS:
-        check = partial(check_gradients, Path(models) / kind, case)
+        check = partial(check_gradients, folder / kind, case)
         if case.endswith("critic"):
-            check = partial(check_critic, Path(models) / f"{kind}_reward", case.split()[0])
+            check = partial(check_critic, folder / f"{kind}_reward", case.split()[0])
         todo[f"{kind} {case}"] = sharing(2, check) if "shared" in case else check
-    checks._on_ranks(todo, results)
+    return todo

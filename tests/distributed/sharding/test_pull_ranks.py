@@ -7,6 +7,7 @@ import pytest
 
 from tests.support import policy_checks as checks
 from tests.support.launch import run_ranks
+from tests.support.rank_checks import run_checks
 
 NAMES = (
     "fsdp float32",
@@ -183,9 +184,8 @@ def two_ranks(models: str, results: str) -> None:
         for backend in ("fsdp", "zero3")
         for dtype in ("float32", "bfloat16")
     }
-    checks._on_ranks(
-        todo | {"uneven": uneven, "adapters": adapters, "writer": writer, "moved": moved}, results
-    )
+    todo |= {"uneven": uneven, "adapters": adapters, "writer": writer, "moved": moved}
+    run_checks(todo, Path(results))
 
 
 @pytest.fixture(scope="module")

@@ -1,29 +1,14 @@
 """A mixture whose experts are split over two and four ranks (policy.expert_parallel), compared with one process."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import TinyModel
 from tests.support import critic_checks, expert_checks
-from tests.support.launch import run_ranks
+from tests.support.rank_checks import Failures, failures_of
 from tests.support.real_run import Run, write_recipe
 from trainer.run import checkpoint
-
-EVERYWHERE = ("routed", "shared sequences", "sent", "traffic")
-ON_TWO = (
-    "first step",
-    "busy rank",
-    "idle ranks",
-    "scores",
-    "export",
-    "adapters",
-    "critic",
-    "host",
-    "shifts",
-)
-ON_FOUR = ("three steps", "uneven sent", "second step", "replicas", "replicas sent")
 
 
 @pytest.fixture(scope="module")
@@ -36,37 +21,30 @@ def mixtures(models: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(mixtures: Path) -> dict[str, str]:
-    """Return the errors of each check on two ranks."""
-    run_ranks(
-        expert_checks.two_ranks, 2, timeout=280, arguments=[str(mixtures), str(mixtures / "two.json")]
-    )
-    return json.loads((mixtures / "two.json").read_text())
+def two_ranks(mixtures: Path) -> Failures:
+    return failures_of(expert_checks.two_ranks, 2, mixtures)
 
 
 @pytest.fixture(scope="module")
-def four_ranks(mixtures: Path, two_ranks: dict[str, str]) -> dict[str, str]:
-    """Return the errors of each check on four ranks, which go on from the first step of two."""
-    run_ranks(
-        expert_checks.four_ranks, 4, timeout=280, arguments=[str(mixtures), str(mixtures / "four.json")]
-    )
-    return json.loads((mixtures / "four.json").read_text())
+def four_ranks(mixtures: Path, two_ranks: Failures) -> Failures:
+    """Four ranks go on from the first step of two."""
+    return failures_of(expert_checks.four_ranks, 4, mixtures)
 
 
-@pytest.mark.parametrize("what", [*EVERYWHERE, *ON_TWO])
+@pytest.mark.parametrize("what", expert_checks.two_ranks(Path()))
 def test_two_ranks_with_half_of_the_experts_each_equal_one_process(
-    two_ranks: dict[str, str], what: str
+    two_ranks: Failures, what: str
 ) -> None:
     assert two_ranks[what] == ""
 
 
-@pytest.mark.parametrize("what", [*EVERYWHERE, *ON_FOUR])
-def test_four_ranks_in_two_groups_equal_one_process(four_ranks: dict[str, str], what: str) -> None:
+@pytest.mark.parametrize("what", expert_checks.four_ranks(Path()))
+def test_four_ranks_in_two_groups_equal_one_process(four_ranks: Failures, what: str) -> None:
     assert four_ranks[what] == ""
 
 
 def test_a_checkpoint_goes_from_two_ranks_to_four_and_to_one(
-    one_rank: None, mixtures: Path, four_ranks: dict[str, str]
+    one_rank: None, mixtures: Path, four_ranks: Failures
 ) -> None:
     """Return the four ranks have experts in groups of four, and the one has all of them."""
     for step in (1, 2):

@@ -3,20 +3,17 @@
 Here the device is the host, and only the way is FSDP2's other one; tests/gpu/test_host_update_cuda.py has a GPU.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.support import host_update_checks as checks
-from tests.support.launch import run_ranks
+from tests.support.rank_checks import Failures, failures_of
 
 
 @pytest.fixture(scope="module")
-def two_ranks(models: Path) -> dict[str, str]:
-    """Return the errors of each check on two ranks."""
-    run_ranks(checks.two_ranks, 2, timeout=240, arguments=[str(models), str(models / "host.json")])
-    return json.loads((models / "host.json").read_text())
+def two_ranks(models: Path) -> Failures:
+    return failures_of(checks.two_ranks, 2, models)
 
 
 @pytest.mark.parametrize("case", [case for case in checks.CASES if case != "replicas"])
@@ -24,6 +21,6 @@ def test_one_rank_updates_on_the_host_as_on_the_device(one_rank: None, models: P
     checks.check_host_update(models, case)
 
 
-@pytest.mark.parametrize("case", [case for case in checks.CASES if not case.startswith("in place")])
-def test_two_ranks_update_on_the_host_as_on_the_device(two_ranks: dict[str, str], case: str) -> None:
-    assert two_ranks[case] == ""
+@pytest.mark.parametrize("what", checks.two_ranks(Path()))
+def test_two_ranks_update_on_the_host_as_on_the_device(two_ranks: Failures, what: str) -> None:
+    assert two_ranks[what] == ""

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support import policy_checks as checks
-from tests.support.launch import run_ranks
+from tests.support.rank_checks import Failures, failures_of
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.errors import UserError
 from trainer.learning.batching import micro_batches
@@ -23,10 +23,8 @@ BY_KIND = pytest.mark.parametrize(("kind", "tied"), checks.KINDS)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(models: Path) -> dict[str, str]:
-    """Return the errors of each check on two ranks."""
-    run_ranks(checks.two_ranks, 2, timeout=240, arguments=[str(models), str(models / "two.json")])
-    return json.loads((models / "two.json").read_text())
+def two_ranks(models: Path) -> Failures:
+    return failures_of(checks.two_ranks, 2, models)
 
 
 @BY_KIND
@@ -36,22 +34,17 @@ def test_one_rank_loads_the_weights_of_from_pretrained(
     checks.check_loading(models, kind, tied)
 
 
-@BY_KIND
-def test_two_ranks_load_the_weights_of_from_pretrained(
-    two_ranks: dict[str, str], kind: str, tied: bool
+@pytest.mark.parametrize("what", checks.two_ranks(Path()))
+def test_two_ranks_with_uneven_micro_batches_compute_as_one_process(
+    two_ranks: Failures, what: str
 ) -> None:
-    assert two_ranks[f"loading {kind} {tied}"] == ""
+    assert two_ranks[what] == ""
 
 
 @BY_KIND
 def test_one_rank_sends_the_checkpoint(one_rank: None, models: Path, kind: str, tied: bool) -> None:
     """test_hsdp.py has four ranks, test_deepspeed.py has ZeRO, and engine/test_sync.py has a real engine."""
     checks.check_sent(checks.make_policy(checks.model_folder(models, kind, tied)))
-
-
-@BY_KIND
-def test_two_ranks_send_the_checkpoint(two_ranks: dict[str, str], kind: str, tied: bool) -> None:
-    assert two_ranks[f"sent {kind} {tied}"] == ""
 
 
 @pytest.mark.parametrize("name", ["token_mean", "sequence_mean"])
@@ -102,21 +95,6 @@ def test_compiled_norms_and_mlps_have_plain_gradients_in_few_graphs(
     )
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@BY_KIND
-def test_gradients_of_two_ranks_with_uneven_micro_batches(
-    two_ranks: dict[str, str], kind: str, tied: bool, packing: bool
-) -> None:
-    assert two_ranks[f"gradients {kind} {tied} {packing}"] == ""
-
-
-@pytest.mark.parametrize("layers", ["none", "full"])
-def test_given_routes_and_balance_on_two_ranks_are_those_of_one_process(
-    two_ranks: dict[str, str], layers: str
-) -> None:
-    assert two_ranks[f"routed {layers}"] == ""
-
-
 @pytest.mark.parametrize("compile", [False, True])
 def test_given_routes_and_balance_on_one_rank_are_those_of_one_process(
     one_rank: None, models: Path, monkeypatch: pytest.MonkeyPatch, compile: bool
@@ -154,39 +132,8 @@ def test_adapters_on_a_mixture_replay_routes_as_the_merged_model_does(
     assert not torch.equal(policy.routing.take_counts()[0], torch.zeros(2, 5))
 
 
-@pytest.mark.parametrize("how", ["recomputed every_second", "recomputed full", "kept gathered"])
-def test_memory_settings_do_not_change_gradients(two_ranks: dict[str, str], how: str) -> None:
-    assert two_ranks[f"gradients {how}"] == ""
-
-
-def test_nan_on_one_rank_skips_on_all_and_the_third_in_a_row_raises(two_ranks: dict[str, str]) -> None:
-    assert two_ranks["nan"] == ""
-
-
 def test_ranks_with_one_long_seven_short_and_no_sequences_agree(models: Path) -> None:
-    run_ranks(checks.three_ranks, 3, timeout=120, arguments=[str(models), str(models / "three.json")])
-    assert json.loads((models / "three.json").read_text()) == {"uneven": ""}
-
-
-def test_a_step_at_1e_6_moves_the_master_weights(two_ranks: dict[str, str]) -> None:
-    assert two_ranks["small steps"] == ""
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3_moe"])
-def test_export_opens_in_plain_transformers(two_ranks: dict[str, str], kind: str) -> None:
-    assert two_ranks[f"export {kind}"] == ""
-
-
-def test_a_restored_policy_resumes_bit_for_bit(two_ranks: dict[str, str]) -> None:
-    assert two_ranks["state"] == ""
-
-
-def test_offloading_between_updates_changes_no_update(two_ranks: dict[str, str]) -> None:
-    assert two_ranks["shifts"] == ""
-
-
-def test_an_offloaded_reference_is_in_memory_only_while_it_scores(two_ranks: dict[str, str]) -> None:
-    assert two_ranks["reference"] == ""
+    assert failures_of(checks.three_ranks, 3, models) == {"uneven work": ""}
 
 
 @BY_KIND
@@ -282,7 +229,3 @@ def test_the_state_of_another_model_is_refused(one_rank: None, models: Path) -> 
 
 def test_the_plan_counts_the_collectives_of_one_rank(one_rank: None, models: Path) -> None:
     checks.check_planned_traffic(models)
-
-
-def test_the_plan_counts_the_collectives_of_two_ranks(two_ranks: dict[str, str]) -> None:
-    assert two_ranks["traffic"] == ""
