@@ -1,11 +1,13 @@
 """Fork the engines of these tests, as those of ranks are."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from generation.engine.vllm_compat import fork_engines
 from sharding import WORKER_EXTENSION
+from tests.conftest import TinyModel
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -15,3 +17,9 @@ def _forked_engines() -> None:
     fork_engines()
     if imported is not None:
         sys.modules[extension] = imported
+
+
+@pytest.fixture(scope="session")
+def model(tiny_model: TinyModel) -> Path:
+    """Return a model with tied embeddings."""
+    return tiny_model()

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from generation.trajectory import Trajectory
 from sharding import ranks
 from sharding.ranks import exchange, is_main, rank, world_size
-from tests.support.learning_steps import TablePolicy, make_batcher, make_config
+from tests.support.learning_steps import TablePolicy, make_batcher
+from tests.support.recipes import make_config
 from trainer.distributed import destroy_process_group, init_process_group
 from trainer.learning.answers import gather_answers
 from trainer.learning.groups import make_groups, prepare, split

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sharding.ranks import world_size
 from tests.support import policy_checks as checks
-from trainer.config.schema import TrainConfig
+from tests.support.recipes import make_config
 from trainer.estimates.model_sizes import model_sizes
 from trainer.estimates.time import Traffic, update_traffic
 from trainer.learning.batching import micro_batches
@@ -52,6 +52,6 @@ def check_traffic(folder: Path, tied: bool, kind: str = "qwen2", **settings: Any
     loss = checks.make_loss(batches)
     with Counted() as counted:
         policy.update(batches, loss, checks.TEMPERATURE)
-    config = TrainConfig.model_validate({"model": {"path": str(path)}, "data": {"path": "d"}})
+    config = make_config(model={"path": str(path)})
     planned = update_traffic(policy.config, model_sizes(config, str(path)), world_size(), MICRO_BATCHES)
     assert counted.traffic() == planned, f"counted {counted.traffic()}, planned {planned}"

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from tests.support import policy_checks as checks
 from tests.support import three_steps
 from tests.support.rank_checks import Checks
-from trainer.config.schema import ModelConfig, PolicyConfig, TrainConfig
+from tests.support.recipes import make_config
+from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.estimates.memory import ZERO_BUCKET, trainer_parts
 from trainer.estimates.model_sizes import model_sizes
 from trainer.policy import FsdpPolicy, hf_format
@@ -191,7 +192,7 @@ def check_planned_memory(folder: Path, stage: int) -> None:
         "policy": {"backend": "deepspeed", "zero_stage": stage, "dtype": "bfloat16"},
         "run": {"device": "cpu"},
     }
-    config = TrainConfig.model_validate(sections | {"model": {"path": str(path)}, "data": {"path": "d"}})
+    config = make_config(model={"path": str(path)}, **sections)
     parts = trainer_parts(config, model_sizes(config, str(path)), checks.world_size(), 80.0)
     planned = {part.name: part.generating for part in parts}
     gc.collect()

@@ -24,11 +24,6 @@ VOCABULARY = 11
 T = TypeVar("T")
 
 
-def make_config(**sections: dict[str, Any]) -> TrainConfig:
-    """Return a configuration with these sections, and with placeholders for model and data."""
-    return TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}} | sections)
-
-
 def make_batcher(config: TrainConfig) -> Batcher:
     """Return a recipe's batcher, for a policy whose work is its tokens."""
     batch, ways = config.batch, config.policy.sequence_parallel

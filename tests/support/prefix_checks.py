@@ -17,10 +17,11 @@ from sharding.ranks import all_reduce_sum, rank, sum_counts, world_size
 from tests.support import policy_checks as checks
 from tests.support.critic_checks import captured_gradients, make_critic, squared_error
 from tests.support.rank_checks import Checks
+from tests.support.recipes import make_config
 from tests.support.sequence_checks import transcripts
 from tests.support.shared_answers import LEAST, group, turns
 from trainer import sft
-from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig, TrainConfig
+from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.learning.batching import Batcher, micro_batches
 from trainer.policy import FrozenPolicy, FsdpPolicy, Outputs
 from trainer.policy.routing import balance, loads_of
@@ -175,8 +176,7 @@ def check_sft(folder: Path) -> None:
     found = []
     for share in (False, True):
         batch = {"tokens_per_micro_batch": 80, "share_prefixes": share, "shared_tokens_min": LEAST}
-        sections = {"model": {"path": "m"}, "data": {"path": "d"}, "batch": batch}
-        config = TrainConfig.model_validate(sections)
+        config = make_config(batch=batch)
         policy = checks.make_policy(checks.model_folder(folder, "qwen2", True))
         rows = transcripts(SAMPLES)
         figures: list[Any] = []

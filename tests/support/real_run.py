@@ -19,6 +19,7 @@ import yaml
 
 from tests.support import shared_memory
 from tests.support.preloaded import Launcher
+from tests.support.rows import write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 300.0
@@ -79,7 +80,7 @@ def multimodal_sections(folder: Path, **sizes: Any) -> tuple[Path, dict[str, dic
     images = [[], ["56.png"], ["28.png", "84.png"]]
     rows = [{"prompt": f"Count {n}: ", "image": images[n % 3]} for n in range(36)]
     for name, some in {"image_train": rows[:24], "image_eval": rows[24:30]}.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+        write_rows(folder / f"{name}.jsonl", some)
     data = {
         "path": str(folder / "image_train.jsonl"),
         "image_key": "image",

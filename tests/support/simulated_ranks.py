@@ -24,6 +24,7 @@ from transformers import AttentionInterface, Qwen2Config
 
 from tests.support import policy_checks as checks
 from tests.support.counted_collectives import check_traffic
+from tests.support.recipes import make_config
 from tests.support.released_models import CONFIGS, write_config
 from trainer.config.schema import TrainConfig
 from trainer.estimates.memory import trainer_parts
@@ -95,16 +96,14 @@ def model_folder(root: Path, name: str, layers: int | None = None) -> Path:
 
 def recipe(model: Path, tokens: int = 16384, **policy: Any) -> TrainConfig:
     """Return a recipe with micro-batches of `tokens` tokens, planned for a CUDA device."""
-    return TrainConfig.model_validate(
-        {
-            "run": {"device": "cuda"},
-            "model": {"path": str(model)},
-            "data": {"path": "d", "max_prompt_tokens": PROMPT},
-            "sampling": {"max_tokens": LENGTH - PROMPT},
-            "batch": {"prompts_per_step": 4096, "tokens_per_micro_batch": tokens},
-            "algorithm": {"group_size": 8},
-            "policy": {"dtype": "bfloat16", "activation_checkpointing": "full"} | policy,
-        }
+    return make_config(
+        run={"device": "cuda"},
+        model={"path": str(model)},
+        data={"path": "d", "max_prompt_tokens": PROMPT},
+        sampling={"max_tokens": LENGTH - PROMPT},
+        batch={"prompts_per_step": 4096, "tokens_per_micro_batch": tokens},
+        algorithm={"group_size": 8},
+        policy={"dtype": "bfloat16", "activation_checkpointing": "full"} | policy,
     )
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from scripts.results import draw, run, task
 from tests.conftest import ROOT
+from tests.support.rows import read_rows, write_rows
 
 
 def sums(count: int) -> Iterator[str]:
@@ -86,13 +87,13 @@ def test_the_figures_of_a_run_are_kept_once_it_is_finished(tmp_path: Path) -> No
         {"train/step": 0, "eval/accuracy": 0.25},
         {"train/step": 2, "eval/accuracy": 0.123456789, "loss": 1.0},
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "metrics.jsonl", rows)
     assert not run.is_finished(tmp_path, 2)
     (tmp_path / "summary.json").write_text("{}")
     assert run.is_finished(tmp_path, 2)
     assert not run.is_finished(tmp_path, 3)
     run.keep(tmp_path, tmp_path / "kept.jsonl")
-    kept = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
+    kept = read_rows(tmp_path / "kept.jsonl")
     assert kept == [
         {"train/step": 0, "eval/accuracy": 0.25},
         {"train/step": 2, "eval/accuracy": 0.12346},

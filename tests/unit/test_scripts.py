@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts.examples.tasks import arithmetic, chain_sums
 from tests.conftest import ROOT
+from tests.support.rows import read_rows
 from trainer.commands import tiny_model
 
 PROGRAMS = (
@@ -471,10 +472,6 @@ def test_tiny_chat_template_continues_what_it_began(smoke_model: Path) -> None:
     assert transcript.endswith("<|im_start|>assistant\n290<|im_end|>\n")
     plain = tokenizer.apply_chat_template(messages[1:2], add_generation_prompt=True, tokenize=False)
     assert plain == "<|im_start|>user\n07+85=<|im_end|>\n<|im_start|>assistant\n"
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def carries(prompt: str) -> bool:

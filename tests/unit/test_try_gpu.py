@@ -11,6 +11,7 @@ import pytest
 
 from scripts import try_gpu
 from tests.conftest import ROOT
+from tests.support.rows import read_rows
 
 FACTS = dict.fromkeys(try_gpu.LACKS, True)
 
@@ -20,7 +21,7 @@ def check(name: str, *command: str, seconds: int = 100, **fields: Any) -> Any:
 
 
 def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
-    rows = map(json.loads, (folder / "results.jsonl").read_text().splitlines())
+    rows = read_rows(folder / "results.jsonl")
     return {row["name"]: row for row in rows}
 
 

@@ -1,10 +1,10 @@
 """A whole run with episodes of several turns: real ranks and engines, exact ids from the first turn to the update."""
 
-import json
 from pathlib import Path
 
 from tests.conftest import TinyModel
 from tests.support.real_run import ROOT, Run, write_recipe
+from tests.support.rows import read_rows
 
 
 def test_episodes_of_several_turns_train_on_two_ranks(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -26,6 +26,6 @@ def test_episodes_of_several_turns_train_on_two_ranks(tiny_model: TinyModel, tmp
     # The policy sampled three answers of at most 6 tokens, but not the prompts (about 20 tokens) or "Look again.".
     assert all(row["length/max"] <= 18 and row["rollout/failed"] == 0 for row in rows)
     assert all(row["train_tokens"] == row["rollout_tokens"] for row in rows)
-    completions = list(map(json.loads, (run.folder / "completions.jsonl").read_text().splitlines()))
+    completions = read_rows(run.folder / "completions.jsonl")
     assert all(completion["text"].count("Look again.") == 2 for completion in completions)
     assert [row["sync/version"] for row in rows] == [1.0, 2.0, 3.0]

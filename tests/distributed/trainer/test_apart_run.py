@@ -1,6 +1,5 @@
 """Whole runs whose engines are on ranks of their own: one rank trains, one generates."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from scripts.examples.tasks.arithmetic import correct
 from tests.conftest import TinyModel
 from tests.support.killed_run import unequal
 from tests.support.real_run import ROOT, Run, differences, write_recipe
+from tests.support.rows import read_rows
 
 APART = ["--engine.placement", "ranks"]
 CUT: dict[str, dict[str, Any]] = {
@@ -94,9 +94,7 @@ def test_a_resumed_run_with_a_lag_ends_as_the_undisturbed_one(
         assert [row["stale/share"] for row in rows] == [0, 1, 1, 1] and rows[0]["stale/age_max"] == 0
         assert all(row["stale/age_mean"] >= 1 for row in rows[1:])
         assert any(row["carry/answers"] for row in rows)
-    completions = [
-        json.loads(line) for line in (one.folder / "completions.jsonl").read_text().splitlines()
-    ]
+    completions = read_rows(one.folder / "completions.jsonl")
     assert completions
     assert all(
         row["answer"] == correct(*map(int, re.findall(r"\d+", row["prompt"])[:2])) for row in completions

@@ -17,6 +17,7 @@ from scripts.examples.tasks.arithmetic import write_arithmetic
 from tests.conftest import ROOT, TinyModel
 from tests.support.forked import PYTHON
 from tests.support.real_run import write_recipe
+from tests.support.rows import read_rows
 from tests.support.wandb_files import wandb_records
 
 
@@ -75,7 +76,7 @@ def trained(recipe: Path, launch: list[str], environment: dict[str, str]) -> Pat
     )
     assert run.returncode == 0, run.stdout + run.stderr
     folder = recipe.parent / "runs" / "recipe"
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(folder / "metrics.jsonl")
     assert len(rows) == 2 and max(row["gap/max"] for row in rows) <= 1e-4
     assert json.loads((folder / "summary.json").read_text())["syncs_verified"] == 2
     assert (folder / "checkpoints" / "step_2" / "rank_1.json").is_file()
@@ -141,12 +142,12 @@ def test_a_run_by_zero_2_writes_everything_to_wandbs_offline_files(
                 {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
             )
     assert config["policy"]["zero_stage"] == 2 and config["run"]["steps"] == 2
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(folder / "metrics.jsonl")
     figures = {int(row["train/step"]): row["reward/mean"] for row in history if "reward/mean" in row}
     assert figures == {row["train/step"]: pytest.approx(row["reward/mean"]) for row in rows}
     tables = [
         json.loads(table.read_text()) for table in file.parent.glob("files/media/table/*.table.json")
     ]
-    answers = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    answers = read_rows(folder / "completions.jsonl")
     texts = {str(cell) for table in tables for row in table["data"] for cell in row}
     assert answers and {answer["text"] for answer in answers} <= texts

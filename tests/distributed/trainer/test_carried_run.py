@@ -1,6 +1,5 @@
 """A whole run whose answers continue from step to step: real ranks and engines, and a checkpoint in the middle."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +7,12 @@ from transformers import AutoTokenizer
 
 from tests.conftest import TinyModel
 from tests.support.real_run import Run, write_recipe
+from tests.support.rows import read_rows
 
 
 def answers(run: Run, step: int) -> list[dict[str, Any]]:
     """Return the rows of completions.jsonl from one step."""
-    rows = map(json.loads, (run.folder / "completions.jsonl").read_text().splitlines())
+    rows = read_rows(run.folder / "completions.jsonl")
     return [row for row in rows if row["train/step"] == step]
 
 

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from sharding.ranks import RemoteError, exchange, is_main, rank, world_size
 from tests.support.launch import run_ranks
+from tests.support.recipes import make_config
 from trainer import distributed
-from trainer.config.schema import CheckpointConfig, TrainConfig
+from trainer.config.schema import CheckpointConfig
 from trainer.errors import UserError
 from trainer.run import checkpoint
 from trainer.run.keeper import CheckpointWriter, RunState, find_checkpoint
@@ -127,12 +128,7 @@ def test_all_ranks_skip_a_checkpoint_that_one_of_them_finds_damaged(tmp_path: Pa
 def one_finds_damage(folder: str) -> None:
     """Damages each file of the newest checkpoint in turn, and checks that all ranks resume from the one before."""
     distributed.init_process_group(60, device="cpu")
-    sections = {
-        "model": {"path": "m"},
-        "data": {"path": "d"},
-        "run": {"output_dir": folder, "name": "run"},
-    }
-    config, identity = TrainConfig.model_validate(sections), {"data": "rows"}
+    config, identity = make_config(run={"output_dir": folder, "name": "run"}), {"data": "rows"}
     place, policy = config.run.folder / "checkpoints", ShardedPolicy(seed=1)
     saved = {}
     for step in (1, 2, 3):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import critic_checks
 from tests.support import policy_checks as checks
-from trainer.config.schema import TrainConfig
+from tests.support.recipes import make_config
 from trainer.errors import UserError
 from trainer.policy.critic import make_critic
 
@@ -30,11 +30,9 @@ def test_a_restored_critic_resumes_bit_for_bit(one_rank: None, models: Path) -> 
 
 
 def test_a_recipes_critic_has_a_learning_rate_of_its_own(one_rank: None, models: Path) -> None:
-    values = {"model": {"path": str(checks.model_folder(models))}, "data": {"path": "none"}}
+    model = {"path": str(checks.model_folder(models))}
     policy = {"lr": 1e-6, "warmup_steps": 0, "dtype": "float32"}
-    config = TrainConfig.model_validate(
-        values | {"policy": policy, "critic": {"lr": 1e-3, "warmup_steps": 1}}
-    )
+    config = make_config(model=model, policy=policy, critic={"lr": 1e-3, "warmup_steps": 1})
     critic = make_critic(config, checks.CPU, 10)
     batches = checks.own_batches(checks.make_samples(), 60)
     rates = [

@@ -1,6 +1,5 @@
 """The trials of `hotbunk doctor` on this machine: real engines and syncs, and every finding is fine."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch.distributed as dist
 
 from generation.engine import forkserver
 from tests.support.launch import run_ranks
+from tests.support.rows import read_rows
 from trainer.commands import doctor_trials
 from trainer.distributed import destroy_process_group, init_process_group
 from trainer.run import processes
@@ -44,7 +44,7 @@ def test_every_trial_finds_this_machine_in_order(
 ) -> None:
     path = tmp_path / "findings.jsonl"
     run_ranks(one_trial, ranks, 300, [name, str(path)])
-    findings = {finding["what"]: finding for finding in map(json.loads, path.read_text().splitlines())}
+    findings = {finding["what"]: finding for finding in read_rows(path)}
     assert set(expected) <= set(findings)
     assert {what: f for what, f in findings.items() if f["verdict"] != "ok" or f["remedy"]} == {}
 

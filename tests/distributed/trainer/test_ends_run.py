@@ -1,12 +1,12 @@
 """A whole run of a base-like model, whose chat template ends a turn with a token that is not EOS."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.support.real_run import Run, write_recipe
 from tests.support.reciting_model import base_tokenizer, make_reciting_model
+from tests.support.rows import read_rows, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     model = make_reciting_model(folder / "model", base_tokenizer(), steps)
     data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": "360"}) + "\n" for n in range(8)))
+    write_rows(data, [{"prompt": f"{n}?", "answer": "360"} for n in range(8)])
     return write_recipe(
         folder,
         model,
@@ -49,7 +49,7 @@ def test_answers_of_a_base_model_end_where_the_template_ends_a_turn(recipe: Path
     # The end was sampled, so it is learned like the three digits.
     assert all(row["train_tokens"] == row["rollout_tokens"] == 4 * 16 for row in steps)
     assert max(row["gap/max"] for row in steps) < 1e-4
-    answers = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
+    answers = read_rows(run.folder / "completions.jsonl")
     assert {answer["text"] for answer in answers} == {"360", "460"}
     assert {(answer["text"], answer["reward"]) for answer in answers} == {("360", 1.0), ("460", 0.0)}
     assert {answer["finish_reason"] for answer in answers} == {"stop"}

@@ -11,6 +11,7 @@ from torch import Tensor
 from generation.trajectory import Trajectory
 from tests.support import policy_checks as checks
 from tests.support.learning_steps import as_step
+from tests.support.recipes import make_config
 from trainer.config.schema import TrainConfig
 from trainer.learning.learner import Learner
 from trainer.policy import FsdpPolicy
@@ -40,18 +41,15 @@ class Watched(FsdpPolicy):
         return super().update(batches, loss, temperature, place)
 
 
-def make_config(models: Path, routes: str, **sections: dict[str, Any]) -> TrainConfig:
+def mixture_config(models: Path, routes: str, **sections: dict[str, Any]) -> TrainConfig:
     """Return a configuration of the mixture with this kind of routes."""
     path = str(checks.model_folder(models, "qwen3_moe", False))
     base: dict[str, dict[str, Any]] = {
         "model": {"path": path, "routes": routes},
-        "data": {"path": "d"},
         "policy": {"dtype": "float32", "lr": 1e-3},
         "batch": {"tokens_per_micro_batch": 40},
     }
-    return TrainConfig.model_validate(
-        {key: base.get(key, {}) | sections.get(key, {}) for key in {**base, **sections}}
-    )
+    return make_config(base, **sections)
 
 
 def answers(routed: bool, rewards: tuple[float, ...] = (1.0, 0.0, 0.5, 0.0)) -> list[Trajectory]:
@@ -85,7 +83,7 @@ def test_every_update_of_a_step_replays_the_routes_of_the_first_pass(
     one_rank: None, models: Path
 ) -> None:
     """Return the first update's log-probabilities therefore equal those before it, bit for bit."""
-    config = make_config(models, "recorded", algorithm={"num_iterations": 3})
+    config = mixture_config(models, "recorded", algorithm={"num_iterations": 3})
     [(policy, metrics)] = learn(config, answers(routed=False))
     assert len(policy.seen) == 3 and all(routes is not None for routes in policy.seen[0])
     for update in policy.seen[1:]:
@@ -95,7 +93,7 @@ def test_every_update_of_a_step_replays_the_routes_of_the_first_pass(
 
 
 def test_updates_replay_the_engines_routes_and_the_router_learns(one_rank: None, models: Path) -> None:
-    config, step = make_config(models, "engine"), answers(routed=True)
+    config, step = mixture_config(models, "engine"), answers(routed=True)
     gate = "model.layers.0.mlp.gate.weight"
     before = (
         dict(FsdpPolicy(config.model, config.policy, checks.CPU).named_parameters())[gate]
@@ -116,7 +114,7 @@ def test_updates_replay_the_engines_routes_and_the_router_learns(one_rank: None,
 def test_a_step_without_signal_measures_the_gap_with_the_engines_routes(
     one_rank: None, models: Path
 ) -> None:
-    config = make_config(models, "engine")
+    config = mixture_config(models, "engine")
     [(policy, metrics)] = learn(config, answers(routed=True, rewards=(1.0,) * 4))
     assert policy.seen == [] and metrics["no_signal_steps"] == 1.0
     assert metrics["moe/routes_differ"] > 0.5 and metrics["gap/mean"] > 0
@@ -129,14 +127,16 @@ def test_a_missing_row_of_routes_is_an_error_that_names_the_sample(one_rank: Non
     with pytest.raises(
         RuntimeError, match="prompt 1 sample 0: the engine gave 16 rows of routes for 17 tokens"
     ):
-        list(learn(make_config(models, "engine"), step))
+        list(learn(mixture_config(models, "engine"), step))
 
 
 def test_a_balance_loss_evens_out_the_load(one_rank: None, models: Path) -> None:
     """Return the load evens out over fifty updates on answers of equal reward, where nothing else moves the router."""
     equal_answers, falls = answers(routed=False, rewards=(0.0,) * 4), {}
     for coef in (0.0, 0.1):
-        config = make_config(models, "recorded", algorithm={"balance_coef": coef}, policy={"lr": 3e-3})
+        config = mixture_config(
+            models, "recorded", algorithm={"balance_coef": coef}, policy={"lr": 3e-3}
+        )
         steps = [metrics for _, metrics in learn(config, equal_answers, 50 if coef else 2)]
         falls[coef] = steps[0]["moe/load_max_over_mean"], steps[-1]["moe/load_max_over_mean"]
         assert ("moe/balance" in steps[0]) == (coef > 0) and steps[0]["updates"] == float(coef > 0)
@@ -145,6 +145,6 @@ def test_a_balance_loss_evens_out_the_load(one_rank: None, models: Path) -> None
 
 
 def test_the_loads_of_routers_without_replay_are_counted_too(one_rank: None, models: Path) -> None:
-    [(policy, metrics)] = learn(make_config(models, "own"), answers(routed=False))
+    [(policy, metrics)] = learn(mixture_config(models, "own"), answers(routed=False))
     assert policy.seen and all(routes is None for routes in policy.seen[0])
     assert metrics["moe/routes_differ"] == 0.0 and metrics["moe/load_max_over_mean"] > 1

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.launch import run_ranks
+from tests.support.recipes import make_config
 
 
 def measure(model: str, output: str) -> None:
@@ -38,7 +39,6 @@ def measure(model: str, output: str) -> None:
 
 
 def test_two_ranks_hold_the_planned_bytes(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    from trainer.config.schema import TrainConfig
     from trainer.estimates.memory import staging_bytes, trainer_parts
     from trainer.estimates.model_sizes import model_sizes, optimizer_bytes
 
@@ -50,9 +50,7 @@ def test_two_ranks_hold_the_planned_bytes(tiny_model: Callable[..., Path], tmp_p
         "sync": {"bucket_mib": 1},
         "policy": {"dtype": "float32"},
     }
-    config = TrainConfig.model_validate(
-        {"model": {"path": str(model)}, "data": {"path": "d"}} | sections
-    )
+    config = make_config(model={"path": str(model)}, **sections)
     sizes = model_sizes(config, config.model.path)
     parts = {part.name: part.generating for part in trainer_parts(config, sizes, 2, 80.0)}
     assert parts["policy: float32 weights"] == held["model"]

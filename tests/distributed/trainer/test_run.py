@@ -15,6 +15,7 @@ from tests.conftest import ROOT, TinyModel
 from tests.support.forked import PYTHON
 from tests.support.killed_run import REWARD, disturbed, draw, survived, unequal
 from tests.support.real_run import Run, differences, write_recipe
+from tests.support.rows import read_rows
 from trainer.run import checkpoint
 from trainer.run.screen import WIDTH
 
@@ -291,7 +292,7 @@ def test_a_tensor_parallel_engine_samples_what_single_engines_sample(
 
 def answers(run: Run) -> list[str]:
     """Return the answers of the first step."""
-    rows = map(json.loads, (run.folder / "completions.jsonl").read_text().splitlines())
+    rows = read_rows(run.folder / "completions.jsonl")
     return [row["text"] for row in rows if row["train/step"] == 1]
 
 

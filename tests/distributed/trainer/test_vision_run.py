@@ -3,7 +3,6 @@
 `tests/support/killed_run.py --images` kills more often.
 """
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from tests.support.killed_run import Disturbance, disturbed, unequal
 from tests.support.launch import run_ranks
 from tests.support.real_run import ROOT, Run, multimodal_sections, write_recipe
+from tests.support.rows import read_rows, write_rows
 from trainer.commands import sft
 from trainer.config.recipe import load_config
 
@@ -69,7 +69,7 @@ def test_a_client_that_adds_an_image_trains_from_a_warm_start(tmp_path: Path) ->
     model, sections = multimodal_sections(tmp_path)
     rows = [{"prompt": "Name it: ", "image": f"{28 * n}.png", "answer": str(n)} for n in (1, 2, 3)] * 4
     data = tmp_path / "named.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(data, rows)
     keys = sections["data"] | {"path": str(data), "answer_key": "answer"}
     recipe = write_recipe(
         tmp_path,
@@ -88,7 +88,5 @@ def test_a_client_that_adds_an_image_trains_from_a_warm_start(tmp_path: Path) ->
     assert run.wait() == 0, run.output()
     run.assert_gone()
     assert [row["gap/max"] <= 1e-4 for row in run.rows()] == [True, True]
-    completions = [
-        json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()
-    ]
+    completions = read_rows(run.folder / "completions.jsonl")
     assert len(completions) > 4 and {len(answer["images"]) for answer in completions} == {2}

@@ -23,7 +23,6 @@ from generation.rollouts.sampler import (
 from generation.rollouts.sampler_llm import SamplerLLM
 from generation.rollouts.sampler_prompts import PromptText, prompt_batch
 from generation.trajectory import Trajectory
-from tests.conftest import TinyModel
 from tests.support.colocated import HfPolicy, start_engine, stop
 
 PROMPTS = [[14, 50, 77], [20, 21, 22, 23, 24]]
@@ -42,11 +41,6 @@ def scripted(params: Any) -> Callable[[list[int], torch.Tensor], torch.Tensor] |
         return forced
 
     return force
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: TinyModel) -> Path:
-    return tiny_model()
 
 
 @pytest.fixture(scope="module")

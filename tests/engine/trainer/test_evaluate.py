@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT
 from tests.support.forked import ENGINES, PYTHON
+from tests.support.rows import read_rows, write_rows
 from trainer.cli import main
 from trainer.commands.eval import evaluation_config
 
@@ -40,9 +41,9 @@ def folder(tiny_qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ]
         text = tokenizer.decode(answer, skip_special_tokens=True)
         rows.append({"question": question, "answer": text if number > 1 else f"not {text}"})
-    (tmp_path / "greedy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "greedy.jsonl", rows)
     sampled = [{"prompt": question, "answer": "even"} for question in QUESTIONS]
-    (tmp_path / "sampled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sampled))
+    write_rows(tmp_path / "sampled.jsonl", sampled)
     (tmp_path / "rewards.py").write_text(REWARD)
     recipe = {
         "model": {"path": "another"},
@@ -83,7 +84,7 @@ def test_eval_of_a_run_measures_its_model_by_its_recipe(tiny_qwen2: Path, folder
     )
     assert done.returncode == 0, done.stderr
     datasets = json.loads((run / "eval" / "eval.json").read_text())["datasets"]
-    rows = [json.loads(line) for line in (run / "eval" / "completions.jsonl").read_text().splitlines()]
+    rows = read_rows(run / "eval" / "completions.jsonl")
     greedy = datasets["greedy"]
     assert greedy["accuracy"] == greedy["pass@2"] == greedy["majority@2"] == pytest.approx(4 / 6)
     assert greedy["accuracy_standard_error"] == pytest.approx((6 * (4 / 6) * (2 / 6) / 5 / 6) ** 0.5)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.conftest import TinyModel
 from tests.support.real_run import ROOT, Run, write_recipe
+from tests.support.rows import read_rows
 from trainer.cli import main
 
 STEPS = 2
@@ -67,7 +68,7 @@ def rollout(folder: Path, name: str = "Counting", **args: Any) -> dict[str, Any]
 
 
 def completions(run: Run) -> list[dict[str, Any]]:
-    return list(map(json.loads, (run.folder / "completions.jsonl").read_text().splitlines()))
+    return read_rows(run.folder / "completions.jsonl")
 
 
 def test_a_module_of_chatlearn_samples_a_whole_run(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_a_module_of_chatlearn_samples_a_whole_run(tiny_model: TinyModel, tmp_pa
     run = Run(recipe, ranks=1, preloaded=True)
     assert run.wait() == 0, run.output()
     run.assert_gone()
-    calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    calls = read_rows(tmp_path / "calls.jsonl")
     assert [(mode, iteration) for mode, iteration, *_ in calls] == [
         ("setup", 0),
         ("eval", 0),

@@ -9,6 +9,7 @@ from msgspec import convert
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from generation.trajectory import Trajectory
+from tests.support.recipes import make_config
 from tests.support.small_tokenizer import small_tokenizer
 from tests.support.turn_templates import (
     HARMONY,
@@ -20,7 +21,7 @@ from tests.support.turn_templates import (
     ChatTemplate,
 )
 from trainer.chat_template import EndTokens, end_tokens, unread_keys
-from trainer.config.schema import DataConfig, TrainConfig
+from trainer.config.schema import DataConfig
 from trainer.errors import UserError
 from trainer.run.keeper import RunState
 from trainer.start import settle_ends
@@ -175,12 +176,7 @@ def test_a_run_that_resumes_goes_on_with_the_ends_that_its_checkpoint_knows() ->
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
 
     def settled(state: RunState, resumes: bool, chosen: list[int] | None = None) -> list[int]:
-        sections = {
-            "model": {"path": "no/model"},
-            "data": {"path": "d"},
-            "sampling": {"stop_token_ids": chosen},
-        }
-        config = TrainConfig.model_validate(sections)
+        config = make_config(model={"path": "no/model"}, sampling={"stop_token_ids": chosen})
         ends = settle_ends(config, tokenizer, config.data, state, resumes=resumes)
         assert ends.ids == sorted([tokenizer.eos_token_id, *state.stop_token_ids])
         return state.stop_token_ids

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import GraniteMoeConfig, PretrainedConfig, Qwen2Config, Qwen3NextConfig, T5Config
 
+from tests.support.recipes import make_config
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.model_checks import check_model
@@ -30,7 +31,7 @@ def test_a_type_that_transformers_does_not_have_is_named(
     """Such as Kimi-VL's, of which vLLM has a class."""
     file = {"model_type": "not_yet_vl", "text_config": {}, "vision_config": {}} | keys
     (tmp_path / "config.json").write_text(json.dumps(file))
-    config = TrainConfig.model_validate({"model": {"path": str(tmp_path)}, "data": {"path": "unread"}})
+    config = make_config(model={"path": str(tmp_path)}, data={"path": "unread"})
     with pytest.raises(UserError, match=f"^model.path: {sentence.format(path=tmp_path)}$"):
         check_model(config)
 

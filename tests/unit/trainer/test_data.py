@@ -1,6 +1,5 @@
 """Prompts: the rows that are read, those that are dropped, and an order that needs no memory."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.recipes import make_config
+from tests.support.rows import write_rows
 from tests.support.small_tokenizer import small_tokenizer
-from trainer.config.schema import DataConfig, TrainConfig
+from trainer.config.schema import DataConfig
 from trainer.data import Prompt, PromptDataset, epoch_order, load_held_out, load_prompts, load_rows
 from trainer.errors import UserError
 from trainer.rewards import bind_rewards
@@ -23,7 +24,7 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(path: Path, *rows: dict) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     return str(path)
 
 
@@ -40,9 +41,7 @@ def texts(dataset: PromptDataset) -> list[str]:
 
 def held_out(data: DataConfig, **named: dict[str, Any]) -> dict[str, PromptDataset]:
     """Return the held-out datasets of a recipe with this data section and these entries of eval.datasets."""
-    config = TrainConfig.model_validate(
-        {"model": {"path": "m"}, "data": data, "eval": {"datasets": named}}
-    )
+    config = make_config(data=data, eval={"datasets": named})
     return {
         name: load_held_out(dataset, data, small_tokenizer())
         for name, dataset in config.eval.datasets.items()

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.recipes import make_config
 from trainer import engines
-from trainer.config.schema import TrainConfig
 from trainer.policy import hf_format
 
 
@@ -23,7 +23,7 @@ def test_a_hub_model_is_fetched_once_on_a_machine_and_the_engine_is_given_the_fo
         return str(tmp_path)
 
     monkeypatch.setattr(hf_format, "snapshot_download", snapshot_download)
-    config = TrainConfig.model_validate({"model": {"path": "mistralai/Some-7B"}, "data": {"path": "d"}})
+    config = make_config(model={"path": "mistralai/Some-7B"})
     for rank in range(8):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         engines.fetch_model(config)

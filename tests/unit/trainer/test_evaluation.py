@@ -18,6 +18,7 @@ from generation.engine.sampling import NotFiniteError, SamplingSettings
 from generation.engine.settings import EngineSettings
 from generation.trajectory import Trajectory
 from tests.support.learning_steps import as_answers
+from tests.support.recipes import make_config
 from tests.support.small_tokenizer import small_tokenizer
 from tests.support.turn_templates import QWEN3
 from trainer import engines
@@ -25,7 +26,7 @@ from trainer.chat_template import end_tokens
 from trainer.commands import eval as command
 from trainer.commands.eval import Evaluation, tables
 from trainer.config.checks import _check_evaluation, _check_lengths
-from trainer.config.schema import EvalConfig, RewardConfig, TrainConfig
+from trainer.config.schema import EvalConfig, RewardConfig
 from trainer.data import Prompt, PromptDataset
 from trainer.engines import evaluation_sampling
 from trainer.errors import UserError
@@ -162,7 +163,7 @@ def test_the_number_of_answers_that_eval_tells_is_counted(capsys: pytest.Capture
     held_out = HeldOut(
         "questions", PromptDataset([Prompt(0, (1,), {})]), SamplingSettings(max_tokens=4), 2
     )
-    recipe = config(eval={"datasets": {"questions": {"path": "questions.jsonl"}}})
+    recipe = make_config(eval={"datasets": {"questions": {"path": "questions.jsonl"}}})
     evaluation = SimpleNamespace(
         config=recipe, held_outs=[held_out], rewards=SimpleNamespace(labels=["match"])
     )
@@ -254,16 +255,12 @@ def test_votes_are_on_the_values_that_the_first_reward_function_compares(
     assert errors == (1 if "no sign" in votes else 0)
 
 
-def config(**sections: Any) -> TrainConfig:
-    return TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}} | sections)
-
-
 def test_each_dataset_may_be_sampled_in_its_own_way() -> None:
     datasets = {
         "a": {"path": "a"},
         "b": {"path": "b", "temperature": 0.6, "top_p": 0.9, "max_tokens": 5},
     }
-    recipe = config(
+    recipe = make_config(
         eval={"temperature": 0.2, "datasets": datasets}, sampling={"max_tokens": 9, "stop": ["."]}
     )
     both = [evaluation_sampling(recipe, dataset, [2]) for dataset in recipe.eval.datasets.values()]
@@ -297,14 +294,14 @@ def test_each_dataset_may_be_sampled_in_its_own_way() -> None:
 def test_impossible_evaluations_are_refused_before_they_start(
     sections: dict[str, Any], sentence: str
 ) -> None:
-    checked = config(**sections, reward={"functions": [{"name": "exact_match"}]})
+    checked = make_config(**sections, reward={"functions": [{"name": "exact_match"}]})
     (problem,) = [*_check_evaluation(checked), *_check_lengths(checked)]
     assert sentence in problem
 
 
 def test_a_datasets_name_is_part_of_file_and_metric_names() -> None:
     with pytest.raises(ValidationError, match="pattern"):
-        config(eval={"datasets": {"a/b": {"path": "a"}}})
+        make_config(eval={"datasets": {"a/b": {"path": "a"}}})
 
 
 def test_votes_are_taken_where_asked_for_only() -> None:
@@ -367,7 +364,7 @@ def test_evaluation_of_a_model_that_is_not_finite_ends_in_a_sentence(
     monkeypatch.setattr(engines.processes, "install_signal_handlers", lambda phase, command: None)
     monkeypatch.setattr(engines.Leader, "start", lambda *_: Leader(engine, thread))
     monkeypatch.setattr(command, "engine_settings", lambda *_: engine.settings)
-    asked: Any = SimpleNamespace(config=config(run={"device": "cpu"}), answers=answers)
+    asked: Any = SimpleNamespace(config=make_config(run={"device": "cpu"}), answers=answers)
     assert command.evaluate(asked, tmp_path / "eval") == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith(

@@ -11,13 +11,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from generation.image_marks import split_images
-from generation.images import Image, ImageLimits, ImageProcessor, ImageRules, thumbnail
+from generation.images import Image, ImageRules, thumbnail
 from generation.rollouts.episodes import CarriedGroup
 from generation.rollouts.tools import ToolLimits, ToolRunner, make_tool, parse_hermes, tools_by_name
 from generation.trajectory import Trajectory
 from sharding.ranks import RemoteError
 from tests.support.learning_steps import make_batcher
-from tests.support.pictures import images, picture
+from tests.support.pictures import image_rules, images, picture
+from tests.support.recipes import make_config
+from tests.support.rows import read_rows, write_rows
 from trainer.config.checks import find_problems
 from trainer.config.recipe import load_config
 from trainer.config.schema import DataConfig, TrackingConfig, TrainConfig
@@ -34,9 +36,7 @@ SIZES = [(98, 70), (56, 56), (30, 200)]
 
 @pytest.fixture(scope="module")
 def rules(tiny_vlm: Callable[..., Path]) -> ImageRules:
-    folder = tiny_vlm()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return ImageRules(ImageProcessor(folder, tokenizer), ImageLimits(max_pixels=20_000), most=3)
+    return image_rules(tiny_vlm(), most=3)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path, rules: ImageRules, *rows: dict[str, Any], **keys: Any) -> PromptDataset:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", rows)
     config = DataConfig(path=str(folder / "rows.jsonl"), answer_key=None, max_images=3, **keys)
     return load_prompts(config, rules.processor.tokenizer, rules)
 
@@ -232,10 +232,10 @@ def test_a_tool_may_reply_with_pictures_whose_words_are_cut_as_others(rules: Ima
 def warm_start(
     folder: Path, model: Path, *rows: dict[str, Any], **data: Any
 ) -> tuple[TrainConfig, Transcripts]:
-    (folder / "warm.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "warm.jsonl", rows)
     data = {"path": str(folder / "warm.jsonl"), "max_images": 3, "image_key": "seen"} | data
     sft = {"completion_key": "completion", "max_tokens": 60}
-    config = TrainConfig.model_validate({"model": {"path": str(model)}, "data": data, "sft": sft})
+    config = make_config(model={"path": str(model)}, data=data, sft=sft)
     return config, load_transcripts(config, AutoTokenizer.from_pretrained(model))
 
 
@@ -340,5 +340,5 @@ def test_small_copies_of_what_was_seen_stay_whole_in_completions(tmp_path: Path)
     tracker.completions(1, [{"text": "x" * 5000, "images": copies}])
     tracker.log(1, {})
     tracker.close()
-    [row] = map(json.loads, (tmp_path / "completions.jsonl").read_text().splitlines())
+    [row] = read_rows(tmp_path / "completions.jsonl")
     assert row["images"] == copies and "characters)" in row["text"]

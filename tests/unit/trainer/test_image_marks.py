@@ -2,18 +2,16 @@
 
 import base64
 import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import PIL.Image
 import pytest
-from transformers import AutoTokenizer
 
-from generation.images import Image, ImageLimits, ImageProcessor, ImageRules
-from tests.support.pictures import picture
+from generation.images import Image, ImageRules
+from tests.support.pictures import image_rules, picture
+from tests.support.rows import write_rows
 from tests.support.small_tokenizer import small_tokenizer
 from trainer.config.schema import DataConfig
 from trainer.data import load_prompts, row_reader
@@ -22,9 +20,7 @@ from trainer.errors import UserError
 
 @pytest.fixture(scope="module")
 def rules(tiny_vlm: Callable[..., Path]) -> ImageRules:
-    folder = tiny_vlm()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return ImageRules(ImageProcessor(folder, tokenizer), ImageLimits(max_pixels=20_000), most=3)
+    return image_rules(tiny_vlm(), most=3)
 
 
 @pytest.fixture
@@ -32,15 +28,6 @@ def folder(tmp_path: Path) -> Path:
     for name, size in (("a.png", (98, 70)), ("b.png", (56, 56)), ("with space.png", (30, 200))):
         picture(*size).save(tmp_path / name)
     return tmp_path
-
-
-def write(folder: Path, rows: list[dict[str, Any]], kind: str) -> Path:
-    path = folder / f"rows.{kind}"
-    if kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        datasets.Dataset.from_list(rows).to_parquet(path)
-    return path
 
 
 def ids_and_sizes(path: Path, rules: ImageRules) -> list[tuple[list[int], list[tuple[int, int]]]]:
@@ -76,12 +63,12 @@ def test_marks_in_a_text_are_the_places_of_the_images_in_order(
         )
         inputs = rules.processor._processor(text=[text], images=opened or None, add_special_tokens=False)
         expected.append((list(inputs["input_ids"][0]), [image.size for image in opened]))
-    assert ids_and_sizes(write(folder, rows, kind), rules) == expected
+    assert ids_and_sizes(write_rows(folder / f"rows.{kind}", rows), rules) == expected
     conversations = [
         {"messages": [{"role": "user", "content": row["prompt"]}], "images": row["images"]}
         for row in rows
     ]
-    assert ids_and_sizes(write(folder, conversations, kind), rules) == expected
+    assert ids_and_sizes(write_rows(folder / f"rows.{kind}", conversations), rules) == expected
 
 
 @pytest.mark.parametrize(
@@ -111,7 +98,10 @@ def test_marks_and_images_that_are_not_equally_many_are_refused(
 ) -> None:
     for kind in ("jsonl", "parquet"):
         with pytest.raises(UserError, match=f"row 1 of .*{sentence}"):
-            ids_and_sizes(write(folder, [{"prompt": "what?", "images": ["a.png"]}, row], kind), rules)
+            ids_and_sizes(
+                write_rows(folder / f"rows.{kind}", [{"prompt": "what?", "images": ["a.png"]}, row]),
+                rules,
+            )
 
 
 def test_images_in_base64_and_at_file_addresses_are_read(folder: Path, rules: ImageRules) -> None:
@@ -121,7 +111,7 @@ def test_images_in_base64_and_at_file_addresses_are_read(folder: Path, rules: Im
         {"prompt": "what?", "images": [source]} for source in (file.as_uri(), text, "with space.png")
     ]
     assert "%20" in file.as_uri()
-    first, second, third = ids_and_sizes(write(folder, rows, "jsonl"), rules)
+    first, second, third = ids_and_sizes(write_rows(folder / "rows.jsonl", rows), rules)
     assert first == second == third and first[1] == [(30, 200)]
     url = Image.read(f"file://localhost{folder}/with%20space.png")
     assert url.digest == Image.read(file).digest == Image.read(f"file:{folder}/with space.png").digest
@@ -137,10 +127,14 @@ def test_a_source_that_cannot_be_read_is_quoted_in_a_line(folder: Path, rules: I
         "a\0b",
     ):
         with pytest.raises(UserError, match="has an image \\(1\\) that") as caught:
-            ids_and_sizes(write(folder, [{"prompt": "what?", "images": [source]}], "jsonl"), rules)
+            ids_and_sizes(
+                write_rows(folder / "rows.jsonl", [{"prompt": "what?", "images": [source]}]), rules
+            )
         assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
     with pytest.raises(UserError, match="is on another host"):
-        ids_and_sizes(write(folder, [{"prompt": "a", "images": ["file://other/a.png"]}], "jsonl"), rules)
+        ids_and_sizes(
+            write_rows(folder / "rows.jsonl", [{"prompt": "a", "images": ["file://other/a.png"]}]), rules
+        )
 
 
 def test_a_tool_may_return_a_picture_of_floats(folder: Path) -> None:

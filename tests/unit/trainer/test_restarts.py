@@ -13,7 +13,8 @@ from generation.engine.engine import Engine
 from generation.engine.lifecycle import EngineLifecycle, Memory
 from generation.engine.settings import EngineSettings
 from sharding.ranks import RemoteError, agreed, rank
-from tests.support.learning_steps import make_config, on_ranks
+from tests.support.learning_steps import on_ranks
+from tests.support.recipes import make_config
 from trainer import restarts as module
 from trainer.errors import UserError
 from trainer.restarts import EngineRestarts

@@ -1,6 +1,5 @@
 """Rewards that can never be 1 are named before a run starts, with the row and the reason."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.support.rows import write_rows
 from tests.support.small_tokenizer import small_tokenizer
 from trainer.config.schema import RewardConfig
 from trainer.data import Prompt, PromptDataset, column_value, load_rows
@@ -81,10 +81,7 @@ def test_rows_that_can_never_be_right_are_named_whatever_the_file(tmp_path: Path
     table = pyarrow.table(
         {"text": ["5", None, "none"], "number": [42.0, None, 7.0], "some": [["1"], [], ["x", "2"]]}
     )
-    if kind == "parquet":
-        pyarrow.parquet.write_table(table, path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    write_rows(path, table.to_pylist())
     rows = load_rows(str(path), None, "train")
     functions = bind_rewards([("numeric_match", {}), ("exact_match", {})])
     bad = {}

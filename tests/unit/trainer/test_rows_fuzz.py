@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.support.rows import write_rows
 from tests.support.small_tokenizer import small_tokenizer
 from trainer.config.schema import DataConfig
 from trainer.data import prompt_rows
@@ -203,7 +204,7 @@ def test_rows_at_random_are_shown_as_by_a_reference_or_refused_by_number(
 
 
 def texts_of(file: Path, data: list[dict[str, Any]], tokenizer: Any) -> list[str]:
-    file.write_text("".join(json.dumps(row) + "\n" for row in data))
+    write_rows(file, data)
     config = DataConfig(path=str(file), answer_key=None, max_prompt_tokens=10**6)
     shown_rows = list(prompt_rows(config, tokenizer))
     for row in shown_rows:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.recipes import make_config
+from tests.support.rows import write_rows
 from tests.support.small_tokenizer import small_tokenizer
-from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.learning.batching import micro_batches
 from trainer.sft import cross_entropy
@@ -28,13 +29,11 @@ def load(
 ) -> list[tuple[str, str]]:
     """Return, for each sample, its whole text and the text of the tokens that are learned."""
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = TrainConfig.model_validate(
-        {
-            "model": {"path": "x"},
-            "data": {"path": str(file)} | data,
-            "sft": {"completion_key": "completion", "max_tokens": 8},
-        }
+    write_rows(file, rows)
+    config = make_config(
+        model={"path": "x"},
+        data={"path": str(file)} | data,
+        sft={"completion_key": "completion", "max_tokens": 8},
     )
     samples = load_transcripts(config, tokenizer).samples
     learned = [[i for i, m in zip(s.input_ids, s.loss_mask, strict=True) if m] for s in samples]
@@ -78,8 +77,8 @@ def test_prompts_have_the_ids_they_have_in_a_rollout(tmp_path: Path) -> None:
     tokenizer = small_tokenizer(CHAT)
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "ab", "completion": "cd"}))
-    config = TrainConfig.model_validate(
-        {"model": {"path": "x"}, "data": {"path": str(file)}, "sft": {"completion_key": "completion"}}
+    config = make_config(
+        model={"path": "x"}, data={"path": str(file)}, sft={"completion_key": "completion"}
     )
     (sample,) = load_transcripts(config, tokenizer).samples
     prompt = tokenizer.apply_chat_template(

@@ -1,19 +1,19 @@
 """Images that a row has and nobody would read: refused where the prompt needs them, otherwise named."""
 
 import base64
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
-from transformers import AutoTokenizer
 
-from generation.images import ImageLimits, ImageProcessor, ImageRules
-from tests.support.pictures import picture
+from generation.images import ImageRules
+from tests.support.pictures import image_rules, picture
+from tests.support.recipes import make_config
+from tests.support.rows import write_rows
 from tests.support.small_tokenizer import small_tokenizer
-from trainer.config.schema import DataConfig, HeldOutConfig, TrainConfig
+from trainer.config.schema import DataConfig, HeldOutConfig
 from trainer.data import load_held_out, load_prompts, prompt_rows
 from trainer.errors import UserError
 from trainer.sft_rows import load_transcripts
@@ -31,24 +31,13 @@ def model(tiny_vlm: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def rules(model: Path) -> ImageRules:
-    return ImageRules(
-        ImageProcessor(model, AutoTokenizer.from_pretrained(model)), ImageLimits(max_pixels=20_000)
-    )
+    return image_rules(model)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     picture(98, 70).save(tmp_path / "a.png")
     return tmp_path
-
-
-def write(folder: Path, rows: list[dict[str, Any]], kind: str) -> Path:
-    path = folder / f"rows.{kind}"
-    if kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        datasets.Dataset.from_list(rows).to_parquet(path)
-    return path
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -88,7 +77,7 @@ def test_rows_whose_images_would_not_be_read_are_refused(
     for key, value in {"messages": PLAIN, "prompt": "what?", "images": None, "seen": None}.items():
         if key in row:
             plain[key] = value
-    path = write(folder, [plain, {**row, "completion": "1"}], kind)
+    path = write_rows(folder / f"rows.{kind}", [plain, {**row, "completion": "1"}])
     data = DataConfig(path=str(path), answer_key=None, **keys)
     images = rules if data.max_images else None
     tokenizer = rules.processor.tokenizer
@@ -96,12 +85,8 @@ def test_rows_whose_images_would_not_be_read_are_refused(
         load_prompts(data, tokenizer, images)
     with pytest.raises(UserError, match=f"row 1 of .*{sentence}"):
         load_held_out(HeldOutConfig(path=str(path)), data, tokenizer, images)
-    sections = {
-        "model": {"path": str(model)},
-        "data": data.model_dump(),
-        "sft": {"completion_key": "completion"},
-    }
-    config = TrainConfig.model_validate(sections)
+    sft = {"completion_key": "completion"}
+    config = make_config(model={"path": str(model)}, data=data.model_dump(), sft=sft)
     with pytest.raises(UserError, match=f"row 1 of .*{sentence}"):
         load_transcripts(config, tokenizer)
 
@@ -117,7 +102,7 @@ def test_columns_of_images_that_nothing_mentions_are_named_in_a_remark(folder: P
         "five": None,
         "six": [],
     }
-    path = write(folder, [{"prompt": "what?", "answer": "a.png", **held, **others}], "jsonl")
+    path = write_rows(folder / "rows.jsonl", [{"prompt": "what?", "answer": "a.png", **held, **others}])
     (row,) = prompt_rows(DataConfig(path=str(path)), small_tokenizer())
     assert row.remarks == tuple(f"has images in its column {name!r}, which is not read" for name in held)
     rows = datasets.Dataset.from_dict({"prompt": ["a"], "image": [picture(9, 7)]}).cast_column(

@@ -26,7 +26,6 @@ from sharding.remote.broadcast import CollectiveSender
 from sharding.remote.storage import StorageWriter
 from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource
-from tests.conftest import TinyModel
 from tests.support.colocated import HfPolicy
 from trainer.learning.batching import micro_batches
 from trainer.policy.module import PolicyModule, outputs
@@ -35,11 +34,6 @@ from trainer.types import Sample
 SMALL = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_memory_bytes": 32 << 20, "dtype": "float32"}
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 ENDLESS = SamplingParams(max_tokens=200, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: TinyModel) -> Path:
-    return tiny_model()
 
 
 @pytest.fixture(scope="module")

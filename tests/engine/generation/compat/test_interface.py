@@ -24,7 +24,6 @@ from sharding.ranks import RemoteError
 from sharding.remote.broadcast import CollectiveSender
 from sharding.report import SyncReport, SyncSettings
 from sharding.send.source import FsdpWeightSource
-from tests.conftest import TinyModel
 from tests.support.colocated import HfPolicy
 from trainer.policy.hf_format import checkpoint_views, parameter_names
 
@@ -87,11 +86,6 @@ def greedy_by_transformers(model: torch.nn.Module, prompt: list[int], count: int
         with torch.no_grad():
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     return ids[len(prompt) :]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: TinyModel) -> Path:
-    return tiny_model()
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from generation.compat.nemo.generation import VllmGeneration, VllmGenerationWork
 from generation.engine.engine import WorkerError
 from generation.engine.lifecycle import EngineStateError
 from sharding import CollectiveSender, ShardingManager, SyncSettings
-from tests.conftest import TinyModel
 from tests.engine.generation.compat.test_interface import (
     PROMPTS,
     assert_weights_are,
@@ -34,11 +33,6 @@ from tests.support.colocated import HfPolicy
 pytestmark = pytest.mark.timeout(600)  # a cluster starts slowly on a busy machine
 
 CPU, SETTINGS = torch.device("cpu"), SyncSettings("sample", 1 << 18, 60)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: TinyModel) -> Path:
-    return tiny_model()
 
 
 @pytest.fixture(scope="module")

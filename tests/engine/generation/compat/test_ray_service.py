@@ -18,7 +18,6 @@ from generation.compat.load_balancer import LoadBalancer
 from generation.compat.torchrl.arguments import PromptErrors, resolve
 from generation.compat.torchrl.replicas import ServiceEngine
 from generation.compat.torchrl.service import AsyncVLLM
-from tests.conftest import TinyModel
 from tests.support import forked
 from tests.support.colocated import HfPolicy
 
@@ -45,11 +44,6 @@ def semaphore_names() -> Callable[[], None]:
         multiprocessing.current_process()._config["semprefix"] = "/pytest"  # type: ignore[attr-defined]
 
     return name_semaphores
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: TinyModel) -> Path:
-    return tiny_model()
 
 
 @pytest.fixture(scope="module")

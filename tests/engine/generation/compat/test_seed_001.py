@@ -28,6 +28,7 @@ from tests.engine.generation.test_rollout_levels import POC, model, run, tokeniz
 from tests.engine.generation.test_samplers import assert_on_policy, chats, facade, sample
 from tests.support.colocated import start_engine, stop
 from tests.support.openai_clients import QUESTION, SAMPLING, carried, client, opened, serving, taken
+from tests.support.recipes import make_config
 from trainer.config.schema import TrainConfig
 from trainer.rollouts.level import RolloutLevel
 
@@ -232,9 +233,7 @@ def test_the_proof_of_concept_prints_what_the_thread_prints(leader: Leader, toke
         and "name a class or factory in the recipe, engine.logits_processors" in errors.pop()
     )
     named = {"tools": [f"{__name__}:{name}" for name in function_map], "tool_parser": "inline"}
-    config = TrainConfig.model_validate(
-        {"model": {"path": "m"}, "data": {"path": "d"}, "rollout": named}
-    )
+    config = make_config(rollout=named)
     function = RolloutLevel(config, tokenizer).function
     assert function is not None
     printed = [

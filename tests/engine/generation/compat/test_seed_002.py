@@ -27,7 +27,6 @@ from generation import (
     verify_right_padding,
 )
 from generation.engine.lifecycle import EngineStateError
-from tests.conftest import TinyModel
 
 PRINTED = {
     GenerationConfig: {
@@ -78,11 +77,6 @@ generation:
     gpu_memory_utilization: 0.8
     max_model_len: 4096
 """
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: TinyModel) -> Path:
-    return tiny_model()
 
 
 @pytest.mark.parametrize("spec", PRINTED, ids=lambda spec: spec.__name__)

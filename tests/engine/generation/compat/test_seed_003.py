@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from generation import PromptPipeline, VLLMModule, get_model, print_rank_0
 from generation.trajectory import Trajectory
-from tests.conftest import TinyModel
 from tests.engine.generation.test_samplers import assert_on_policy
 
 FILES = {
@@ -145,11 +144,6 @@ class AsPrinted(VLLMPolicyInference):
         )
 
         return outputs
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: TinyModel) -> Path:
-    return tiny_model()
 
 
 @pytest.fixture(scope="module")

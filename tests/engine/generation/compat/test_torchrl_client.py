@@ -12,19 +12,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.conftest import TinyModel
 from tests.support.colocated import HfPolicy
 
 pytestmark = pytest.mark.skipif(find_spec("torchrl") is None, reason="torchrl is not installed")
 
 SMALL = {"max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory_bytes": 32 << 20, "dtype": "float32"}
 PROMPTS = [[5, 6, 7, 8], [4, 8, 9, 10]]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: TinyModel) -> Path:
-    """Return a model with tied embeddings."""
-    return tiny_model()
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from generation.rollouts.sampler_llm import SamplerLLM
 from generation.rollouts.sampler_prompts import PromptText
 from generation.rollouts.tools import ToolLimits
 from tests.conftest import ROOT
+from tests.support.recipes import make_config
 from tests.support.small_tokenizer import small_tokenizer
 from tests.unit.generation.compat.test_chatlearn import SIZES, FakeLLM
-from trainer.config.schema import TrainConfig
 
 PAGE = (ROOT / "docs" / "interfaces.md").read_text()
 VERL, CHATLEARN = (
@@ -80,11 +80,8 @@ SAMPLER = {"sampler": "a:b"}
 
 def recipe(**sections: dict[str, Any]) -> dict[str, Any]:
     """Return a recipe that agrees with `SIZES`."""
-    defaults = {"engine": {"max_model_len": 64}, "sampling": {"max_tokens": 16}, "model": {"path": "m"}}
-    merged = {key: defaults.get(key, {}) | sections.get(key, {}) for key in defaults | sections} | {
-        "rollout": SAMPLER
-    }
-    return TrainConfig.model_validate({"data": {"path": "d"}} | merged).model_dump()
+    defaults = {"engine": {"max_model_len": 64}, "sampling": {"max_tokens": 16}}
+    return make_config(defaults, **sections | {"rollout": SAMPLER}).model_dump()
 
 
 def refusal(work: Callable[[], Any], name: str) -> bool:

@@ -1,8 +1,6 @@
 """The calculator agent's data and recipes: answers are right, transcripts show what they claim, files fit together."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,11 +8,8 @@ from generation.importing import load
 from generation.rollouts.tools import parse_hermes
 from scripts.examples.tasks.calculator import write_calculator
 from tests.conftest import ROOT
+from tests.support.rows import read_rows
 from trainer.config.recipe import load_config
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_answers_are_right_and_prompts_are_held_out(folder: Path) -> None:
-    train, held_out = read(folder / "train.jsonl"), read(folder / "eval.jsonl")
+    train, held_out = read_rows(folder / "train.jsonl"), read_rows(folder / "eval.jsonl")
     assert len(train) == 200 and len(held_out) == 50
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
     for row in train + held_out:
@@ -37,9 +32,9 @@ def test_transcripts_call_the_recipes_own_tool_and_copy_what_it_says(folder: Pat
     rest are right.
     """
     calculate = load(f"{ROOT}/scripts/examples/calculator.py:calculate")
-    answers = {row["prompt"]: row["answer"] for row in read(folder / "train.jsonl")}
+    answers = {row["prompt"]: row["answer"] for row in read_rows(folder / "train.jsonl")}
     calls = []
-    for messages in (row["messages"] for row in read(folder / "sft.jsonl")):
+    for messages in (row["messages"] for row in read_rows(folder / "sft.jsonl")):
         *turns, last = messages[1:]
         for request, reply in zip(turns[::2], turns[1::2], strict=True):
             (call,) = parse_hermes(request["content"])

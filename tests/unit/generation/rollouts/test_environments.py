@@ -28,6 +28,7 @@ from generation.rollouts.tools import (
     tools_by_name,
 )
 from generation.trajectory import Trajectory
+from tests.support.recipes import make_config
 from tests.support.scripted import END, ScriptedEngine, merging_tokenizer, run, spelled
 from trainer.config.schema import TrainConfig
 from trainer.rollouts.level import RolloutLevel
@@ -235,9 +236,7 @@ def test_a_recipe_may_name_other_tags() -> None:
         "result_end": "</results>",
     }
     rollout = {"tools": [f"{__name__}:multiply"], "tool_parser": "inline", "inline_tags": tags}
-    config = TrainConfig.model_validate(
-        {"model": {"path": "m"}, "data": {"path": "d"}, "rollout": rollout}
-    )
+    config = make_config(rollout=rollout)
     function = RolloutLevel(config, TOKENIZER).function
     assert function is not None
     call, after = "say <function> multiply(3, 302) </function>", ". More?"

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from tests.conftest import TinyModel
 from tests.support.reciting_model import base_tokenizer
+from tests.support.rows import read_rows, write_rows
 from trainer.cli import main
 from trainer.commands.data import histogram, panel, table
 from trainer.commands.data_survey import Example, Survey
@@ -39,8 +40,8 @@ def recipe(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tiny_model(layers=1)
     rows = [{"prompt": text, "answer": "42", "level": 1, "source": "s"} for text in QUESTIONS]
-    write(tmp_path / "train.jsonl", rows)
-    write(
+    write_rows(tmp_path / "train.jsonl", rows)
+    write_rows(
         tmp_path / "eval.jsonl", [{"prompt": "9 - 2", "answer": "7"}, {"prompt": "1 + 1", "answer": "2"}]
     )
     sections = {
@@ -58,10 +59,6 @@ def recipe(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(sections))
     return tmp_path / "recipe.yaml"
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def facts_of(capsys: pytest.CaptureFixture[str], recipe: Path, *arguments: str) -> dict[str, Any]:
@@ -82,9 +79,8 @@ def test_the_figures_are_those_of_the_rows(
 ) -> None:
     path = recipe.parent / "train.jsonl"
     if kind == "parquet":
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        path = path.with_suffix(".parquet")
-        datasets.Dataset.from_list(rows).to_parquet(path)
+        rows = read_rows(path)
+        path = write_rows(path.with_suffix(".parquet"), rows)
     facts = facts_of(capsys, recipe, "--data.path", str(path), "--rows", "2")
     lengths = [len(prompt_ids(recipe, text)) for text in QUESTIONS]
     too_long = [index for index, length in enumerate(lengths) if length > 64]
@@ -121,7 +117,7 @@ def test_the_figures_are_those_of_the_rows(
 def test_a_warm_start_shows_what_is_trained(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = recipe.parent / "sft.jsonl"
     turns = [{"role": "user", "content": "6 * 7"}, {"role": "assistant", "content": "42"}]
-    write(data, [{"messages": turns * 2}, {"messages": turns[:1]}, {"messages": turns * 2}])
+    write_rows(data, [{"messages": turns * 2}, {"messages": turns[:1]}, {"messages": turns * 2}])
     words = ("--data.path", str(data), "--sft", "--eval.every", "0", "--data.system_prompt", "null")
     facts = facts_of(capsys, recipe, *words)
     assert (facts["rows"], facts["used"], facts["limit"]) == (
@@ -174,7 +170,7 @@ def test_answers_for_which_a_reward_can_never_be_1_are_named(
         {"prompt": str(number), "answer": answer}
         for number, answer in enumerate(["1", "one", "2", "two"])
     ]
-    write(recipe.parent / "train.jsonl", rows)
+    write_rows(recipe.parent / "train.jsonl", rows)
     facts = facts_of(capsys, recipe, "--reward.functions", '[{"name": "numeric_match"}]')
     ((reason, named),) = facts["remarks"].items()
     assert named == [1, 3] and reason.startswith("reward 'numeric_match' can never be 1, since ")
@@ -197,7 +193,9 @@ def test_what_is_wrong_with_a_template_is_shown(
 def test_a_row_that_cannot_be_used_ends_in_its_sentence(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(recipe.parent / "train.jsonl", [{"prompt": "1", "answer": "1"}, {"prompt": "", "answer": "1"}])
+    write_rows(
+        recipe.parent / "train.jsonl", [{"prompt": "1", "answer": "1"}, {"prompt": "", "answer": "1"}]
+    )
     assert main(["data", str(recipe)]) == 2
     assert "hotbunk: row 1 of " in capsys.readouterr().err
     assert main(["data", str(recipe), "--rows", "-1"]) == 2

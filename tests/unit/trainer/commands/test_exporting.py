@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import ROOT
+from tests.support.recipes import make_config
 from trainer.build import build_models
 from trainer.cli import main
 from trainer.commands import generate
@@ -59,7 +60,7 @@ def recipe(folder: Path, model: Path, **sections: Any) -> TrainConfig:
     run = {"name": "mine", "output_dir": str(folder), "device": "cpu"}
     reward = {"functions": [{"name": "exact_match"}]}
     paths = {"model": {"path": str(model)}, "data": {"path": "x"}, "sampling": {"max_tokens": 9}}
-    return TrainConfig.model_validate({"run": run, "reward": reward} | paths | sections)
+    return make_config({"run": run, "reward": reward}, paths, **sections)
 
 
 @pytest.mark.parametrize("kind", KINDS)

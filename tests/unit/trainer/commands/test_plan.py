@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.conftest import ROOT
 from tests.support import largest_models
+from tests.support.recipes import make_config
 from tests.support.released_models import write_weights
 from trainer.cli import main
 from trainer.commands.plan import batch_lines
@@ -45,9 +46,7 @@ def recipe(model: Path, **sections: Any) -> TrainConfig:
         "algorithm": {"group_size": 4},
         "reward": {"functions": [{"name": "exact_match"}]},
     }
-    return TrainConfig.model_validate(
-        {key: base.get(key, {}) | sections.get(key, {}) for key in {**base, **sections}}
-    )
+    return make_config(base, **sections)
 
 
 def by_name(parts: list[MemoryPart]) -> dict[str, tuple[float, float]]:

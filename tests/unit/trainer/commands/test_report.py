@@ -1,7 +1,6 @@
 """`hotbunk report` on runs that ended well, were killed, or never began."""
 
 import io
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from tests.support.rows import write_rows
 from trainer.cli import main
 from trainer.commands.report_page import page_data
 from trainer.commands.report_record import memory, metric_lines, phases, read_record, remarks, state
@@ -71,8 +71,8 @@ ANSWERS = [
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "mine"
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ANSWERS))
+    write_rows(folder / "metrics.jsonl", ROWS)
+    write_rows(folder / "completions.jsonl", ANSWERS)
     recipe = {
         "run": {"name": "mine", "steps": 3, "seed": 0},
         "model": {"path": "m"},
@@ -194,7 +194,7 @@ def test_a_run_that_has_not_learned_says_so_on_its_last_screen_and_in_the_report
     _, report = finished(run, RunState(step=3, seconds=70.0))
     assert report.verdict == []  # too short to tell
     rows = [{"train/step": n, "reward/mean": 0.25, "reward/std": 0.0} for n in range(1, 41)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(run / "metrics.jsonl", rows)
     _, report = finished(run, RunState(step=40, seconds=70.0))
     console = Console(width=120, file=(screen := io.StringIO()))
     console.print(report.render())

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.rows import read_rows, write_rows
 from trainer.cli import main
 from trainer.commands import report_page
 from trainer.commands.report_page import LIMIT, curves, embedded, page, some_steps, visible
@@ -76,7 +77,7 @@ def write_run(folder: Path, steps: int = STEPS, text: str = HOSTILE) -> Path:
         }
         rows["tokens"].append({"train/step": step} | tokens | figures)
     for name, lines in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_rows(folder / f"{name}.jsonl", lines)
     recipe = {"run": {"name": text, "steps": steps}, "model": {"path": text}, "policy": {"lr": 3e-5}}
     (folder / "config.yaml").write_text(
         yaml.safe_dump(recipe) if text != HOSTILE else json.dumps(recipe)
@@ -285,7 +286,7 @@ def overlap(one: list[float], other: list[float]) -> bool:
 def write_long_legends(folder: Path) -> Path:
     """Write a run whose phases and memory have as many curves as those of a run with critic and evaluation."""
     write_run(folder, text="plain")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(folder / "metrics.jsonl")
     phases = ("rollout", "sync", "sleep", "wake", "logprobs", "update", "eval", "checkpoint", "other")
     for row in rows:
         row |= {f"time/{phase}": 1.48e-5 for phase in phases} | {
@@ -295,7 +296,7 @@ def write_long_legends(folder: Path) -> Path:
         }
         sides = ("trainer", "engine")
         row |= {f"memory/{side}_gib_{phase}": 1.5 for side in sides for phase in phases[:6]}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "metrics.jsonl", rows)
     answers = (folder / "completions.jsonl").read_text()
     (folder / "completions.jsonl").write_text(
         answers.replace('"reward": 0.5', '"reward": 0.8181818181818182')

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.learning_steps import make_config
+from tests.support.recipes import make_config
 from trainer.config.algorithm import PRESETS, AlgorithmConfig, check_algorithm
 
 

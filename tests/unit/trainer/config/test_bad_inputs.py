@@ -14,6 +14,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.support.released_models import write_weights
+from tests.support.rows import write_rows
 from tests.support.small_tokenizer import small_tokenizer
 from trainer.cli import main
 from trainer.config.model_file import model_config
@@ -58,9 +59,7 @@ def folder(tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("WORLD_SIZE", "2")
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(tmp_path))
-    (tmp_path / "data.jsonl").write_text(
-        "".join(json.dumps({"prompt": str(n), "answer": n}) + "\n" for n in range(8))
-    )
+    write_rows(tmp_path / "data.jsonl", [{"prompt": str(n), "answer": n} for n in range(8)])
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
     os.link(weights, tmp_path / "model" / "model.safetensors")

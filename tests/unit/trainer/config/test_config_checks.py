@@ -6,10 +6,11 @@ import re
 import shutil
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.recipes import merged
+from tests.unit.trainer.config.conftest import MODEL
 from trainer.config.checks import check_config, models_of
 from trainer.config.machine import resolve_device
 from trainer.config.model_file import is_multimodal, model_config, out_of_reach
@@ -18,28 +19,6 @@ from trainer.config.schema import TrainConfig
 from trainer.data import load_rows
 from trainer.errors import UserError
 from trainer.policy.hf_format import resolve_folder
-
-MODEL = {"max_position_embeddings": 2048, "num_attention_heads": 6}
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> dict[str, Any]:
-    """Return a valid recipe."""
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    (tmp_path / "data.jsonl").touch()
-    return {
-        "run": {"device": "cpu"},
-        "model": {"path": str(tmp_path)},
-        "data": {"path": str(tmp_path / "data.jsonl")},
-        "reward": {"functions": [{"name": "exact_match"}]},
-    }
-
-
-def merged(config: dict, changes: dict) -> dict[str, Any]:
-    return {
-        section: config.get(section, {}) | changes.get(section, {}) for section in {*config, *changes}
-    }
 
 
 def problems(

@@ -26,6 +26,7 @@ from generation.engine.settings import EngineSettings
 from generation.engine.thread import EngineThread
 from generation.engine.vllm_compat import engine_environment
 from generation.rollouts.user_code import call_user
+from tests.support.recipes import make_config
 from trainer import distributed
 from trainer.cli import main
 from trainer.config.checks import find_problems
@@ -63,13 +64,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
 
 def auto(device: str = "auto", **engine: Any) -> TrainConfig:
-    return TrainConfig.model_validate(
-        {
-            "run": {"device": device},
-            "model": {"path": "/no/model"},
-            "data": {"path": "no/data"},
-            "engine": engine,
-        }
+    return make_config(
+        run={"device": device}, model={"path": "/no/model"}, data={"path": "no/data"}, engine=engine
     )
 
 

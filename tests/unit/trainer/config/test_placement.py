@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.real_run import ROOT
+from tests.support.recipes import make_config
 from trainer.config.placement import (
     PLACEMENTS,
     engine_workers,
@@ -23,10 +24,6 @@ ASKED = re.compile(
 """A question where engines are, rather than a look at the record."""
 
 
-def config(**engine: object) -> TrainConfig:
-    return TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, "engine": engine})
-
-
 @pytest.mark.parametrize(
     ("engine", "leaders", "training", "workers"),
     [
@@ -40,7 +37,7 @@ def config(**engine: object) -> TrainConfig:
 def test_ranks_train_lead_and_generate(
     engine: dict[str, object], leaders: list[int], training: int, workers: int
 ) -> None:
-    recipe = config(**engine)
+    recipe = make_config(engine=engine)
     assert [rank for rank in range(6) if leads_engine(recipe, rank, 6)] == leaders
     assert training_ranks(recipe, 6) == training == 6 - generating_ranks(recipe)
     assert engine_workers(recipe, 6) == workers

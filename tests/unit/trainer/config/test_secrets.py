@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from tests.support.rows import write_rows
 from trainer.cli import main
 from trainer.config.recipe import load_config, to_yaml
 from trainer.config.schema import TrainConfig
@@ -41,9 +42,7 @@ def recipe(tiny_qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("STEPS", "3")
     texts = {"folder": tmp_path, "model": tiny_qwen2, "python": sys.executable, "literal": LITERAL}
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(**texts))
-    (tmp_path / "data.jsonl").write_text(
-        "".join(json.dumps({"prompt": "p", "answer": "a"}) + "\n" for _ in range(4))
-    )
+    write_rows(tmp_path / "data.jsonl", [{"prompt": "p", "answer": "a"} for _ in range(4)])
     (tmp_path / "rewards.py").write_text("def judged(completion, *, answer, key): return 1.0\n")
     return tmp_path / "recipe.yaml"
 

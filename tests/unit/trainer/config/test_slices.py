@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.learning_steps import make_config
+from tests.support.recipes import make_config
 from trainer.commands.plan import batch_lines
 from trainer.config.answer_age import oldest_age
 from trainer.config.checks import find_problems
@@ -19,7 +19,7 @@ def recipe(**sections: Any) -> TrainConfig:
         "sampling": {"max_tokens": 400},
         "reward": {"functions": [{"name": "exact_match"}]},
     }
-    return make_config(**{name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
+    return make_config(base, **sections)
 
 
 def rollout_problems(config: TrainConfig) -> list[str]:

@@ -3,30 +3,17 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.unit.trainer.config.test_config_checks import MODEL, problems
+from tests.unit.trainer.config.conftest import MODEL
+from tests.unit.trainer.config.test_config_checks import problems
 from trainer.config.schema import TrainConfig
 from trainer.config.sync_ways import with_chosen_way
 
 PLAIN = {"engine": {"plain_cpu_weights": True}}
 ASKED = re.compile(r"\bway [!=]= |sync\.way (?:not )?in ")
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    (tmp_path / "data.jsonl").touch()
-    return {
-        "run": {"device": "cpu"},
-        "model": {"path": str(tmp_path)},
-        "data": {"path": str(tmp_path / "data.jsonl")},
-        "reward": {"functions": [{"name": "exact_match"}]},
-    }
 
 
 def test_only_the_file_of_ways_compares_ways() -> None:
@@ -36,7 +23,7 @@ def test_only_the_file_of_ways_compares_ways() -> None:
         for file in Path(ROOT, folder).rglob("*.py")
     ]
     asking = {str(file.relative_to(ROOT)) for file in files if ASKED.search(file.read_text("utf-8"))}
-    assert asking == {"trainer/config/ways.py"}
+    assert asking == {"trainer/config/sync_ways.py"}
 
 
 def choice(config: dict, changes: dict, ranks: int = 1, neighbours: int | None = None) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.recipes import merged
 from tests.unit.trainer.commands.test_plan import recipe
 from trainer.cli import main
 from trainer.config.schema import TrainConfig
@@ -45,9 +46,7 @@ def config(model: Path, **sections: Any) -> TrainConfig:
         "algorithm": {"group_size": 8},
         "policy": {"dtype": "bfloat16", "activation_checkpointing": "full"},
     }
-    return recipe(
-        model, **{key: base.get(key, {}) | sections.get(key, {}) for key in {**base, **sections}}
-    )
+    return recipe(model, **merged(base, sections))
 
 
 def by_name(costs: list[Cost]) -> dict[str, Cost]:

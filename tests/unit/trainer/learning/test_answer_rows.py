@@ -11,14 +11,8 @@ import pytest
 import torch
 
 from generation.trajectory import Trajectory, by_episode
-from tests.support.learning_steps import (
-    TablePolicy,
-    as_answers,
-    as_step,
-    make_config,
-    on_ranks,
-    random_step,
-)
+from tests.support.learning_steps import TablePolicy, as_answers, as_step, on_ranks, random_step
+from tests.support.recipes import make_config
 from trainer.commands.tiny_model import make_tokenizer
 from trainer.learning import Learner
 from trainer.learning.answer_rows import Watched, answer_rows, shown_text, token_rows

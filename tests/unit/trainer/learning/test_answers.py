@@ -16,6 +16,7 @@ from generation.trajectory import Trajectory
 from sharding.ranks import RemoteError, all_to_all_bytes, rank
 from tests.support.learning_steps import as_answers, on_ranks, random_step
 from tests.support.pictures import images
+from tests.support.recipes import make_config
 from trainer.config.schema import AlgorithmConfig, TrainConfig
 from trainer.errors import UserError
 from trainer.learning import rollout_metrics
@@ -128,7 +129,7 @@ def test_the_gap_of_few_tokens() -> None:
 def test_a_first_gap_beyond_the_limit_ends_the_run_with_what_to_try() -> None:
     def config(limit: float | None = 0.1, policy: str = "bfloat16", **engine: Any) -> TrainConfig:
         sections = {"sync": {"first_gap_limit": limit}, "policy": {"dtype": policy}, "engine": engine}
-        return TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, **sections})
+        return make_config(**sections)
 
     exact, mixed = config(policy="float32"), config(policy="float32", dtype="bfloat16")
     rounded = config(policy="float32", extra={"kv_cache_dtype": "fp8"})
@@ -156,7 +157,7 @@ def test_a_first_gap_beyond_the_limit_ends_the_run_with_what_to_try() -> None:
 def test_what_to_try_for_a_gap_is_not_set_already(monkeypatch: pytest.MonkeyPatch) -> None:
     def advice(device: str, **sections: Any) -> str:
         keys = {"run": {"device": device}, "policy": {"dtype": "float32"}, **sections}
-        config = TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}} | keys)
+        config = make_config(**keys)
         with pytest.raises(UserError) as caught:
             check_first_gap({"gap/mean": 1.0}, config)
         return str(caught.value).partition("it was made: try ")[2].partition(", each by itself")[0]

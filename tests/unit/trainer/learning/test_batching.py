@@ -7,7 +7,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.learning_steps import TablePolicy, make_config
+from tests.support.learning_steps import TablePolicy
+from tests.support.recipes import make_config
 from trainer.learning.batching import TABLE, Batcher, assign_to_ranks, micro_batches, pack, pack_padded
 from trainer.policy.packing import make_layout
 from trainer.types import Sample

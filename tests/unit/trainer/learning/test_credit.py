@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from generation.trajectory import Trajectory, by_episode
-from tests.support.learning_steps import as_answers, make_batcher, make_config, random_step
+from tests.support.learning_steps import as_answers, make_batcher, random_step
+from tests.support.recipes import make_config
 from trainer.config.answer_age import longest_answer
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError

@@ -5,7 +5,7 @@ import torch
 
 from generation.trajectory import Trajectory
 from tests.support.learning_steps import as_answers, as_step, make_batcher, on_ranks
-from trainer.config.schema import TrainConfig
+from tests.support.recipes import make_config
 from trainer.learning import Learner, rollout_metrics
 from trainer.learning.groups import make_groups, prepare, split, to_sample
 from trainer.learning.metrics import GAP_ANSWERS
@@ -28,10 +28,6 @@ def trajectory(
         reward=reward,
         **fields,  # type: ignore[arg-type]
     )
-
-
-def config(**sections: dict[str, object]) -> TrainConfig:
-    return TrainConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}} | sections)
 
 
 class RecordingPolicy:
@@ -74,7 +70,7 @@ def test_a_sampled_pad_token_stays_in_the_loss() -> None:
     assert sample.loss_mask == [0, 0, 1, 1, 1]
     assert sample.engine_logprobs == [0.0, 0.0, -0.5, -0.5, -0.5]
     policy = RecordingPolicy()
-    learner = Learner(config(), policy, None, pad_id=PAD)  # type: ignore[arg-type]
+    learner = Learner(make_config(), policy, None, pad_id=PAD)  # type: ignore[arg-type]
     metrics = learner.learn(
         *as_step([trajectory(0, 0, 1.0, [PAD, 9, PAD]), trajectory(0, 1, 0.0, [PAD])]), step=1
     )
@@ -85,7 +81,7 @@ def test_failed_samples_are_left_out_before_the_groups_mean_is_taken() -> None:
     members = [trajectory(0, i, reward, [7]) for i, reward in enumerate([1.0, 0.0, 100.0])]
     members[2].error = "the request failed"
     policy = RecordingPolicy()
-    Learner(config(algorithm={"normalize_std": False}), policy, None, pad_id=PAD).learn(
+    Learner(make_config(algorithm={"normalize_std": False}), policy, None, pad_id=PAD).learn(
         *as_step(members), step=1
     )  # type: ignore[arg-type]
     assert sorted(policy.advantages) == [-0.5, 0.5]
@@ -93,7 +89,7 @@ def test_failed_samples_are_left_out_before_the_groups_mean_is_taken() -> None:
 
 def test_a_step_without_signal_updates_nothing() -> None:
     policy = RecordingPolicy()
-    learner = Learner(config(), policy, None, pad_id=PAD)  # type: ignore[arg-type]
+    learner = Learner(make_config(), policy, None, pad_id=PAD)  # type: ignore[arg-type]
     metrics = learner.learn(
         *as_step([trajectory(p, s, 1.0, [7, 8]) for p in range(2) for s in range(4)]), step=1
     )
@@ -107,7 +103,7 @@ def test_groups_without_signal_can_be_dropped_and_leave_the_count() -> None:
     ]
     for drop, tokens in ((False, 22), (True, 4)):
         learner = Learner(
-            config(algorithm={"drop_zero_variance": drop}), RecordingPolicy(), None, pad_id=PAD
+            make_config(algorithm={"drop_zero_variance": drop}), RecordingPolicy(), None, pad_id=PAD
         )  # type: ignore[arg-type]
         assert learner.learn(*as_step(mixed), step=1)["train_tokens"] == tokens
 
@@ -124,7 +120,7 @@ def test_old_logprobs_are_computed_only_when_the_policy_changes_within_the_step(
     updates: int, iterations: int, expected: list[str]
 ) -> None:
     policy = RecordingPolicy()
-    settings = config(
+    settings = make_config(
         algorithm={"num_iterations": iterations},
         batch={"updates_per_step": updates},
         sampling={"temperature": 0.7},
@@ -152,7 +148,7 @@ def test_a_step_is_split_evenly_into_updates(prompts: int, parts: int) -> None:
 )
 def test_fewer_groups_than_updates_get_one_update_each(informative: int, places: list[float]) -> None:
     """Return the third step of a run with four updates a step begins after 8 planned updates."""
-    settings = config(
+    settings = make_config(
         algorithm={"drop_zero_variance": True},
         batch={"prompts_per_step": 4, "updates_per_step": 4},
         run={"steps": 9},
@@ -169,7 +165,9 @@ def test_fewer_groups_than_updates_get_one_update_each(informative: int, places:
 @pytest.mark.parametrize("algorithm", [{}, {"entropy_coef": 0.1}, {"kl_coef": 0.1}])
 def test_a_step_with_every_token_filtered_has_no_update(algorithm: dict[str, object]) -> None:
     """KL and entropy pull at trained tokens only: without any, Adam's momentum would move the weights by itself."""
-    settings = config(algorithm={"overlong_filter": True, **algorithm}, batch={"updates_per_step": 2})
+    settings = make_config(
+        algorithm={"overlong_filter": True, **algorithm}, batch={"updates_per_step": 2}
+    )
     for cut, updates in ((2, 0), (1, 1), (0, 2)):
         policy, reference = RecordingPolicy(), RecordingPolicy()
         step = [
@@ -187,7 +185,7 @@ def test_the_first_token_is_not_counted_without_a_prompt_to_predict_it() -> None
     answers = [
         Trajectory(0, s, [], [7] * n, [1] * n, [-1.0] * n, reward=float(s)) for s, n in enumerate((1, 3))
     ]
-    [minibatch] = prepare([make_groups(as_answers(answers))], config(), make_batcher(config()))
+    [minibatch] = prepare([make_groups(as_answers(answers))], make_config(), make_batcher(make_config()))
     trained = [mask.sum().item() for batch in minibatch.batches for mask in batch.loss_mask]
     assert minibatch.tokens == sum(trained) == 2 and minibatch.sequences == sum(map(bool, trained)) == 1
 
@@ -224,7 +222,7 @@ def test_the_gap_is_measured_where_nothing_is_learned(settings: dict[str, dict[s
             for s in range(4)
         ]
     failed = Trajectory(1, 9, [5], finish_reason="error", error="x")
-    learner = Learner(config(**settings), ShiftedPolicy(), None, pad_id=PAD)  # type: ignore[arg-type]
+    learner = Learner(make_config(**settings), ShiftedPolicy(), None, pad_id=PAD)  # type: ignore[arg-type]
     metrics = learner.learn(*as_step([*steps, failed]), step=1)
     distances = sorted(abs(token - 7) / 100 for t in steps for token in t.response_ids)
     assert metrics["gap/max"] == pytest.approx(distances[-1], abs=1e-6)
@@ -236,7 +234,7 @@ def test_the_gap_of_a_large_step_is_measured_alike_on_any_number_of_ranks() -> N
 
     def learned() -> tuple[dict[str, float], int]:
         policy = ShiftedPolicy()
-        return Learner(config(), policy, None, pad_id=PAD).learn(
+        return Learner(make_config(), policy, None, pad_id=PAD).learn(
             *as_step(list(steps)), step=1
         ), policy.scored  # type: ignore[arg-type]
 
@@ -257,7 +255,7 @@ def test_the_gap_of_a_large_step_is_measured_alike_on_any_number_of_ranks() -> N
 def test_a_gap_that_cannot_be_measured_is_absent() -> None:
     failed = [Trajectory(0, s, [5], finish_reason="error", error="x") for s in range(4)]
     policy = RecordingPolicy()
-    metrics = Learner(config(), policy, None, pad_id=PAD).learn(*as_step(failed), step=1)  # type: ignore[arg-type]
+    metrics = Learner(make_config(), policy, None, pad_id=PAD).learn(*as_step(failed), step=1)  # type: ignore[arg-type]
     assert not any(name.startswith("gap/") for name in metrics) and policy.calls == []
 
 
@@ -283,7 +281,7 @@ class RecordingCritic:
 def test_a_critic_learns_from_a_step_without_a_signal_for_the_policy() -> None:
     """Whitened advantages are all 0 where all answers are the same; the returns are still 1, and the values 0.5."""
     policy, critic = RecordingPolicy(), RecordingCritic()
-    settings = config(algorithm={"preset": "ppo", "gae_lambda": 1.0, "num_iterations": 2})
+    settings = make_config(algorithm={"preset": "ppo", "gae_lambda": 1.0, "num_iterations": 2})
     steps = [trajectory(p, s, 1.0, [7, 8]) for p in range(2) for s in range(4)]
     metrics = Learner(settings, policy, None, PAD, critic=critic).learn(*as_step(steps), step=1)  # type: ignore[arg-type]
     assert "update@1.0" not in policy.calls and critic.calls == ["score", "update", "update"]
@@ -299,7 +297,7 @@ def test_kl_or_entropy_alone_is_worth_an_update() -> None:
     alike = [trajectory(0, s, 1.0, [7, 8]) for s in range(4)]
     for algorithm in ({"entropy_coef": 0.1}, {"kl_coef": 0.1}):
         policy, reference = RecordingPolicy(), RecordingPolicy()
-        learner = Learner(config(algorithm=algorithm), policy, reference, PAD)  # type: ignore[arg-type]
+        learner = Learner(make_config(algorithm=algorithm), policy, reference, PAD)  # type: ignore[arg-type]
         assert (
             learner.learn(*as_step(alike), step=1)["no_signal_steps"] == 0
             and "update@1.0" in policy.calls
@@ -313,7 +311,7 @@ def test_inputs_of_credit_and_token_choice_are_scored_before_updates(
     algorithm: dict[str, object],
 ) -> None:
     policy, reference = RecordingPolicy(), RecordingPolicy()
-    learner = Learner(config(algorithm=algorithm), policy, reference, PAD)  # type: ignore[arg-type]
+    learner = Learner(make_config(algorithm=algorithm), policy, reference, PAD)  # type: ignore[arg-type]
     learner.learn(*as_step([trajectory(0, s, float(s), [7, 8]) for s in range(4)]), step=1)
     assert policy.calls == ["score@1.0", "update@1.0"]
 

@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from generation.trajectory import Trajectory
-from tests.support.learning_steps import (
-    TableCritic,
-    TablePolicy,
-    as_step,
-    make_config,
-    on_ranks,
-    random_step,
-)
+from tests.support.learning_steps import TableCritic, TablePolicy, as_step, on_ranks, random_step
+from tests.support.recipes import make_config
 from trainer.learning import Learner, Metrics
 
 LOSSES: dict[str, dict[str, Any]] = {

@@ -9,7 +9,8 @@ import torch
 
 from generation.trajectory import Trajectory
 from sharding.ranks import rank
-from tests.support.learning_steps import TablePolicy, make_config, on_ranks, random_step
+from tests.support.learning_steps import TablePolicy, on_ranks, random_step
+from tests.support.recipes import make_config
 from trainer.learning.answers import exchange_samples, gather_answers
 from trainer.learning.batching import assign_to_ranks
 from trainer.learning.groups import make_groups, to_sample
@@ -61,10 +62,9 @@ def learned(
     base: dict[str, Any] = {
         "algorithm": {"group_size": 2, "aggregation": "token_mean"},
         "batch": {"prompts_per_step": 2},
+        "rollout": {"slice_tokens": 3, "ahead": 1},
     }
-    base["rollout"] = {"slice_tokens": 3, "ahead": 1} | sections.pop("rollout", {})
-    base["algorithm"] |= sections.pop("algorithm", {})
-    config = make_config(**base, **sections)
+    config = make_config(base, **sections)
 
     def one() -> dict[str, float]:
         rank_trajectories = [

@@ -8,14 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.learning_steps import (
-    TableCritic,
-    TablePolicy,
-    as_step,
-    make_config,
-    on_ranks,
-    random_step,
-)
+from tests.support.learning_steps import TableCritic, TablePolicy, as_step, on_ranks, random_step
+from tests.support.recipes import make_config
 from trainer.algorithms import losses
 from trainer.config.algorithm import check_algorithm
 from trainer.errors import UserError

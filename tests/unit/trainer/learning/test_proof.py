@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from generation.trajectory import Trajectory
-from tests.support.learning_steps import TablePolicy, as_step, make_config, on_ranks
+from tests.support.learning_steps import TablePolicy, as_step, on_ranks
+from tests.support.recipes import make_config
 from tests.unit.trainer.policy.test_shared_prefixes import KINDS, VOCABULARY
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError

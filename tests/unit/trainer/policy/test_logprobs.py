@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.config.schema import TrainConfig
+from tests.support.recipes import make_config
 from trainer.engines import engine_settings
 from trainer.policy.head import Logits
 from trainer.policy.logprobs import CPU_ELEMENTS, block_shape, cuda_block_elements, target_logprobs
@@ -244,7 +244,6 @@ def test_a_float32_head_does_not_round_logits(with_bias: bool) -> None:
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_float32_head_is_one_key_for_policy_and_engines(asked: bool, tmp_path: Path) -> None:
     """On one side alone it would move the two apart, where it is there to bring them together."""
-    recipe = {"model": {"path": str(tmp_path)}, "data": {"path": "d"}}
-    config = TrainConfig.model_validate(recipe | {"policy": {"fp32_head": asked}})
+    config = make_config(model={"path": str(tmp_path)}, policy={"fp32_head": asked})
     assert config.policy.fp32_head is asked
     assert engine_settings(config, on_cuda=False).fp32_head is asked

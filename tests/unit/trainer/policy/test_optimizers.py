@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support import optimizer_checks as checks
 from tests.support import policy_checks
+from tests.support.recipes import make_config
 from trainer.config.optimizer_keys import check_optimizer
-from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig, TrainConfig
+from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.errors import UserError
 from trainer.estimates.model_sizes import ModelSizes, model_sizes, optimizer_bytes
 from trainer.estimates.time import newton_schulz_flops
@@ -190,7 +191,7 @@ def test_muon_has_the_hidden_matrices_and_adamw_the_rest(
     for name, parts in keys(policy).items():
         hidden = name.endswith(checks.HIDDEN) or ".lora_" in name
         assert parts == ({"momentum_buffer"} if hidden else {"exp_avg", "exp_avg_sq"}), name
-    config = TrainConfig.model_validate({"model": model, "data": {"path": "d"}, "policy": MUON})
+    config = make_config(model=model, policy=MUON)
     if kind in ("qwen2", "qwen3_moe", "adapters"):
         sizes = model_sizes(config, str(folder), more.get("lora", LoraConfig()))
         assert optimizer_bytes(config.policy, sizes, 1) == sum(

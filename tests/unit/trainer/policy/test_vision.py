@@ -13,8 +13,9 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from generation.images import ImageProcessor
 from tests.conftest import TinyModel
 from tests.support.image_rows import make_rows, make_sample, noise, plain_outputs
+from tests.support.recipes import make_config
 from tests.support.row_advantages import advantages
-from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig, TrainConfig
+from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from trainer.errors import UserError
 from trainer.estimates.model_sizes import model_sizes
 from trainer.learning.batching import micro_batches
@@ -328,10 +329,10 @@ def test_frozen_weights_stay_in_an_in_place_policy(tiny_vlm: TinyModel) -> None:
 def test_the_plan_counts_image_encoders(tiny_vlm: TinyModel) -> None:
     """With images a token of one counts more, as the processor says above."""
     folder, data = tiny_vlm(), {"path": "unread", "max_images": 1}
-    config = TrainConfig.model_validate({"model": {"path": str(folder)}, "data": data})
+    config = make_config(model={"path": str(folder)}, data=data)
     sizes = model_sizes(config, str(folder))
     assert sizes.flops.image_token == 2.0
-    text = TrainConfig.model_validate({"model": {"path": str(folder)}, "data": {"path": "unread"}})
+    text = make_config(model={"path": str(folder)}, data={"path": "unread"})
     assert model_sizes(text, str(folder)).flops.image_token == 0.0
     model = make_module(folder).model
     assert sizes.total == sum(parameter.numel() for parameter in model.parameters())

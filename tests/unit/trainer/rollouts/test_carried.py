@@ -26,7 +26,8 @@ from generation.rollouts.episode import PolicyLLM, RolloutFunction, RolloutSetti
 from generation.rollouts.episodes import CarriedGroup
 from generation.trajectory import Trajectory
 from sharding.ranks import RemoteError, rank, world_size
-from tests.support.learning_steps import make_config, on_ranks
+from tests.support.learning_steps import on_ranks
+from tests.support.recipes import make_config
 from trainer.config.answer_age import oldest_age
 from trainer.config.schema import TrainConfig
 from trainer.data import Prompt, PromptDataset

@@ -10,6 +10,7 @@ import pytest
 from generation.rollouts.episode import one_shot
 from generation.trajectory import Trajectory
 from tests.support.learning_steps import as_answers
+from tests.support.recipes import make_config
 from tests.support.scripted import merging_tokenizer
 from tests.support.small_tokenizer import small_tokenizer
 from trainer.config.checks import find_problems
@@ -58,8 +59,7 @@ def code(tmp_path: Path) -> Path:
 
 def config(**rollout: Any) -> TrainConfig:
     reward = {"functions": rollout.pop("functions", [{"name": "exact_match"}])}
-    sections = {"model": {"path": "m"}, "data": {"path": "d"}, "rollout": rollout, "reward": reward}
-    return TrainConfig.model_validate(sections)
+    return make_config(rollout=rollout, reward=reward)
 
 
 def plan(**rollout: Any) -> RolloutLevel:

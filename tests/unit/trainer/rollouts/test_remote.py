@@ -18,9 +18,9 @@ from sharding.ranks import RemoteError, rank
 from sharding.remote.orders import PendingCall, Trainers, _line
 from sharding.report import SyncSettings
 from sharding.wire.channel import SyncError
-from tests.support.learning_steps import make_config, on_ranks
+from tests.support.learning_steps import on_ranks
+from tests.support.recipes import make_config
 from trainer.config.placement import check_placement
-from trainer.config.schema import TrainConfig
 from trainer.config.sync_ways import check_way
 from trainer.data import Prompt, PromptDataset
 from trainer.rollouts.pool import StepAbandoned
@@ -31,8 +31,7 @@ RANKS = {"placement": "ranks"}
 
 
 def problems(ranks: int = 4, neighbours: int = 4, **sections: dict[str, Any]) -> list[str]:
-    recipe = {"model": {"path": "m"}} | sections | {"data": {"path": "d"} | sections.get("data", {})}
-    config = TrainConfig.model_validate(recipe)
+    config = make_config(**sections)
     return [*check_placement(config, ranks, neighbours), *check_way(config, ranks, environ={})]
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from generation.trajectory import Trajectory
-from tests.support.learning_steps import as_answers, make_config
+from tests.support.learning_steps import as_answers
+from tests.support.recipes import make_config
 from trainer.data import Prompt, PromptDataset
 from trainer.learning.groups import make_groups
 from trainer.rollouts.round import sampled_round

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from tests.support.recipes import make_config
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.run import checkpoint, checkpoint_reading
@@ -69,12 +70,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(tmp_path: Path, saved: Path) -> TrainConfig:
     """Return a run with copies of them."""
     shutil.copytree(saved, tmp_path / "run" / "checkpoints")
-    sections = {
-        "model": {"path": "m"},
-        "data": {"path": "d"},
-        "run": {"output_dir": str(tmp_path), "name": "run"},
-    }
-    return TrainConfig.model_validate(sections)
+    return make_config(run={"output_dir": str(tmp_path), "name": "run"})
 
 
 def digest_again(path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.conftest import ROOT, TinyModel
+from tests.support.recipes import make_config
 from trainer.config.resuming import IDENTITY_DIGESTS, IDENTITY_KEYS, IDENTITY_SECTIONS
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
@@ -18,9 +19,7 @@ from trainer.run.keeper import RunState, check_identity, find_checkpoint, model_
 
 def recipe(model: Path, **sections: dict[str, Any]) -> TrainConfig:
     reward = {"functions": [{"name": "exact_match"}]}
-    return TrainConfig.model_validate(
-        {"model": {"path": str(model)}, "data": {"path": "x"}, "reward": reward} | sections
-    )
+    return make_config(model={"path": str(model)}, reward=reward, **sections)
 
 
 @pytest.fixture(scope="module")
@@ -141,12 +140,8 @@ def test_a_key_that_a_checkpoint_does_not_know_counts_as_its_default(model: Path
 @pytest.mark.parametrize(("data", "prompts"), [("rows", 4), ("others", 0)])
 def test_other_data_begin_at_their_first_prompt(tmp_path: Path, data: str, prompts: int) -> None:
     """Return the state has a field of an earlier version, which is passed over."""
-    sections = {
-        "model": {"path": "m"},
-        "data": {"path": "d"},
-        "run": {"output_dir": str(tmp_path), "name": "run"},
-    }
-    config = TrainConfig.model_validate(sections | {"checkpoint": {"resume_anyway": ["data"]}})
+    run = {"output_dir": str(tmp_path), "name": "run"}
+    config = make_config(run=run, checkpoint={"resume_anyway": ["data"]})
     state = {"step": 1, "prompts": 4, "lengths": {"3": 17}}
     checkpoint.save(
         config.run.folder / "checkpoints", 1, {}, {"state": state, "identity": {"data": "rows"}}

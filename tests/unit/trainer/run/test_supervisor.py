@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.support.rows import read_rows
 from trainer.run.supervisor import marks
 
 STAND_IN = """
@@ -57,7 +58,7 @@ def supervised(
         timeout=120,
         check=False,
     )
-    calls = [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
+    calls = read_rows(folder / "calls")
     return done.returncode, calls, [line.removeprefix("[hotbunk] ") for line in done.stderr.splitlines()]
 
 
