@@ -1,6 +1,8 @@
 """What all tests share: tiny models made once, GPU tests skipped elsewhere."""
 
+import asyncio
 import gc
+import inspect
 import multiprocessing.util
 import os
 import shlex
@@ -121,6 +123,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(
                 pytest.mark.skip(reason="starts engines on a CPU: needs vLLM's build for it")
             )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 def pytest_collection_finish() -> None:

@@ -3,7 +3,6 @@
 Most are the checks of policies whose ranks gather experts, run once more with `policy.expert_parallel`.
 """
 
-import itertools
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,9 +39,7 @@ def make_policy(folder: Path, size: int, **settings: Any) -> FsdpPolicy:
 
 def check_next_steps(policy: FsdpPolicy, folder: Path, first: int, last: int) -> None:
     """Steps `first` to `last` of 3 are those of a single process."""
-    expected = three_steps.plain_steps(checks.model_folder(folder, *MIXTURE), checks.make_samples())
-    steps = list(itertools.islice(expected, first - 1, last))
-    three_steps.check_steps(policy, three_steps.fsdp_gradient, checks.weights, steps)
+    three_steps.check_next_steps(policy, checks.model_folder(folder, *MIXTURE), first, last)
 
 
 def check_handed_over(folder: Path, size: int, step: int) -> None:

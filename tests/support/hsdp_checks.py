@@ -1,6 +1,5 @@
 """Checks of hybrid sharding on four ranks for test_hsdp.py: two replicas of the shards, on two ranks each."""
 
-import itertools
 from pathlib import Path
 
 import torch
@@ -23,9 +22,7 @@ def make_policy(folder: Path, shard_size: int | None = 2) -> FsdpPolicy:
 
 def check_next_steps(policy: FsdpPolicy, folder: Path, first: int, last: int) -> None:
     """Steps `first` to `last` of 3 are those of a single process."""
-    expected = three_steps.plain_steps(checks.model_folder(folder), checks.make_samples())
-    steps = list(itertools.islice(expected, first - 1, last))
-    three_steps.check_steps(policy, three_steps.fsdp_gradient, checks.weights, steps)
+    three_steps.check_next_steps(policy, checks.model_folder(folder), first, last)
 
 
 def check_handed_over(folder: Path) -> None:

@@ -246,6 +246,17 @@ def weights(policy: FsdpPolicy) -> dict[str, Tensor]:
     return {name: p.detach().full_tensor().clone() for name, p in policy.named_parameters()}
 
 
+def compile_without_code(patch: pytest.MonkeyPatch) -> None:
+    """Leave out the code generator, which is PyTorch's and takes a minute, where layers are compiled."""
+    compiled = torch.nn.Module.compile
+    patch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda layer, dynamic: compiled(layer, backend="aot_eager", dynamic=dynamic),
+    )
+    torch._dynamo.reset()
+
+
 def check_planned_traffic(folder: Path, **settings: Any) -> None:
     """Return the plan counts the collectives that are really called."""
     from tests.support.counted_collectives import check_traffic  # it imports this module

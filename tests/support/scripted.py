@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,7 +121,6 @@ def run(
     **episodes: Any,
 ) -> list[Trajectory]:
     """Run a rollout; the trajectories are in the order in which they finish."""
-    waiting = list(range(len(prompts)))
 
     async def score(trajectory: Trajectory) -> None:
         await asyncio.sleep(0)
@@ -129,7 +129,7 @@ def run(
         engine,  # type: ignore[arg-type]
         prompts,
         settings(group),
-        lambda: waiting.pop(0) if waiting else None,
+        partial(next, iter(range(len(prompts))), None),
         score,
         EpisodeSetup(function, tokenizer, **episodes),
     )

@@ -1,5 +1,6 @@
 """Compare three optimizer steps of any policy with three in plain Transformers and torch, in one process."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,12 @@ def plain_steps(
             optimizer.zero_grad()
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         yield Step(loss.item(), norm.item(), rate, place, gradients, weights)
+
+
+def check_next_steps(policy: Any, source: Path, first: int, last: int) -> None:
+    """Check that steps `first` to `last` of 3 under FSDP2 are those of a single process."""
+    expected = itertools.islice(plain_steps(source, checks.make_samples()), first - 1, last)
+    check_steps(policy, fsdp_gradient, checks.weights, list(expected))
 
 
 def check_steps(

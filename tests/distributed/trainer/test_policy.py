@@ -61,17 +61,8 @@ def test_one_and_four_micro_batches_have_the_plain_gradients(
 def test_compiled_norms_and_mlps_have_plain_gradients_in_few_graphs(
     one_rank: None, models: Path, monkeypatch: pytest.MonkeyPatch, layers: str
 ) -> None:
-    """Pack of several lengths are used in an update, scored, and used again, with activations kept or recomputed.
-
-    The code generator, which is PyTorch's and takes a minute, is left out.
-    """
-    compiled = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module,
-        "compile",
-        lambda layer, dynamic: compiled(layer, backend="aot_eager", dynamic=dynamic),
-    )
-    torch._dynamo.reset()
+    """Pack of several lengths are used in an update, scored, and used again, with activations kept or recomputed."""
+    checks.compile_without_code(monkeypatch)
     counted = torch._dynamo.utils.counters
     counted.clear()
     source = checks.model_folder(models, "qwen2", True)
@@ -99,13 +90,7 @@ def test_compiled_norms_and_mlps_have_plain_gradients_in_few_graphs(
 def test_given_routes_and_balance_on_one_rank_are_those_of_one_process(
     one_rank: None, models: Path, monkeypatch: pytest.MonkeyPatch, compile: bool
 ) -> None:
-    compiled = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module,
-        "compile",
-        lambda layer, dynamic: compiled(layer, backend="aot_eager", dynamic=dynamic),
-    )
-    torch._dynamo.reset()
+    checks.compile_without_code(monkeypatch)
     with torch._dynamo.config.patch(disable=False):
         checks.check_routed(models, compile=compile, activation_checkpointing="full")
 

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from ray.cluster_utils import Cluster
 
 from tests.conftest import TinyModel
 from tests.support import forked
+from tests.support.polling import wait_until
 from tests.support.real_run import GONE_SECONDS, ROOT, Run, write_recipe
 
 pytestmark = pytest.mark.timeout(900)  # a cluster starts slowly on a busy machine
@@ -69,10 +69,9 @@ def test_replicas_that_die_and_join_answer_each_prompt_once_as_one_engine_does(
     )
     (gates / "4").touch()
     assert run.wait() == 0, run.output()
-    deadline = time.monotonic() + GONE_SECONDS
-    while run.processes() or actors():
-        assert time.monotonic() < deadline, [*run.processes(), *actors()]
-        time.sleep(0.1)
+    wait_until(
+        lambda: not (run.processes() or actors()), GONE_SECONDS, lambda: [*run.processes(), *actors()]
+    )
     together = Run(recipe, ranks=1, name="together", preloaded=True)
     assert together.wait() == 0, together.output()
     answers = [(one.folder / "completions.jsonl").read_bytes() for one in (run, together)]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import policy_checks as checks
 from tests.support import prefix_checks
 from tests.support.critic_checks import make_reward_model
 from tests.support.rank_checks import Failures, failures_of
@@ -36,12 +37,6 @@ def test_siblings_with_other_routes_share_the_tokens_before(one_rank: None, mode
 def test_memory_settings_frozen_layers_and_compiling_change_nothing(
     one_rank: None, models: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    compiled = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module,
-        "compile",
-        lambda layer, dynamic: compiled(layer, backend="aot_eager", dynamic=dynamic),
-    )
-    torch._dynamo.reset()
+    checks.compile_without_code(monkeypatch)
     with torch._dynamo.config.patch(disable=False):
         prefix_checks.check_policy(models, "qwen2", **settings)

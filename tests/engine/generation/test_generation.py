@@ -5,7 +5,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,8 +72,7 @@ def run(
 ) -> list[Trajectory]:
     """Run one rollout of `group` samples a prompt; the trajectories are sorted by prompt and sample."""
     settings = RolloutSettings(group, SamplingSettings(max_tokens=60), policy_version=0, seed=1, step=3)
-    waiting = list(order or range(len(prompts)))
-    claim: Callable[[], int | None] = lambda: waiting.pop(0) if waiting else None  # noqa: E731
+    claim = partial(next, iter(order or range(len(prompts))), None)
     seen: list[Trajectory] = []
 
     async def note(trajectory: Trajectory) -> None:
@@ -167,8 +167,7 @@ def test_an_error_while_scoring_ends_the_rollout(leader: Leader) -> None:
         raise ZeroDivisionError("scoring")
 
     settings = RolloutSettings(2, SamplingSettings(max_tokens=4), policy_version=0, seed=0, step=0)
-    waiting = [0, 1]
-    claim: Callable[[], int | None] = lambda: waiting.pop() if waiting else None  # noqa: E731
+    claim = partial(next, iter([1, 0]), None)
     with pytest.raises(ExceptionGroup) as caught:
         leader.thread.run(rollout(leader.engine, PROMPTS, settings, claim, explode), 60, "a rollout")
     assert caught.group_contains(ZeroDivisionError)

@@ -130,13 +130,12 @@ def run(
     **episodes: Any,
 ) -> list[Trajectory]:
     """Run a rollout, in which no trajectory may fail; sorted by prompt and sample."""
-    waiting = list(range(len(prompts)))
 
     async def score(trajectory: Trajectory) -> None:
         await asyncio.sleep(0)
 
     settings = RolloutSettings(group, sampling, policy_version=0, seed=1, step=3)
-    claim = lambda: waiting.pop(0) if waiting else None  # noqa: E731
+    claim = partial(next, iter(range(len(prompts))), None)
     work = rollout(
         leader.engine, prompts, settings, claim, score, EpisodeSetup(function, tokenizer, **episodes)
     )

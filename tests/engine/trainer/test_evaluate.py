@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT
 from tests.support.forked import ENGINES, PYTHON
+from tests.support.refusals import refusal
 from tests.support.rows import read_rows, write_rows
-from trainer.cli import main
 from trainer.commands.eval import evaluation_config
 
 TOKENS, QUESTIONS = 5, [f"what is {n}+{n}?" for n in range(6)]
@@ -145,7 +145,5 @@ def test_a_mistake_in_a_call_of_eval_is_reported_in_one_sentence(
 ) -> None:
     (folder / "unfinished").mkdir()
     (folder / "unfinished" / "config.yaml").write_bytes((folder / "recipe.yaml").read_bytes())
-    assert main(["eval", *(str(tiny_qwen2) if word == "MODEL" else word for word in words)]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("hotbunk: ") and captured.err.count("\n") == 1, captured.err
-    assert expected in captured.err
+    words = [str(tiny_qwen2) if word == "MODEL" else word for word in words]
+    assert expected in refusal(capsys, "eval", *words)

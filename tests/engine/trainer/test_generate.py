@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import ROOT
 from tests.support.forked import ENGINES, PYTHON
-from trainer.cli import main
+from tests.support.refusals import refusal
 from trainer.commands.generate import ChatSession, training_sampling
 
 TOKENS = 12
@@ -136,7 +136,4 @@ def test_a_mistake_in_a_call_of_generate_is_reported_in_one_sentence(
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "plain")
-    assert main(["generate", model, *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("hotbunk: ") and captured.err.count("\n") == 1, captured.err
-    assert expected in captured.err
+    assert expected in refusal(capsys, "generate", model, *words)

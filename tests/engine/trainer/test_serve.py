@@ -20,7 +20,7 @@ from tests.conftest import ROOT
 from tests.engine.trainer.test_generate import writers
 from tests.support.forked import ENGINES, PYTHON
 from tests.support.pictures import images
-from trainer.cli import main
+from tests.support.refusals import refusal
 
 
 def test_a_served_model_answers_as_transformers_does(
@@ -149,7 +149,5 @@ def test_a_served_multimodal_model_answers_as_transformers_does(tiny_vlm: Callab
 def test_a_mistake_in_a_call_of_serve_is_reported_in_one_sentence(
     words: list[str], expected: str, tiny_qwen2: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", *(str(tiny_qwen2) if word == "MODEL" else word for word in words)]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("hotbunk: ") and captured.err.count("\n") == 1, captured.err
-    assert expected in captured.err
+    words = [str(tiny_qwen2) if word == "MODEL" else word for word in words]
+    assert expected in refusal(capsys, "serve", *words)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 
 from generation.trajectory import Trajectory
 from tests.conftest import ROOT
+from tests.support.polling import wait_until
 from trainer.config.schema import RewardConfig, RewardFunction
 from trainer.errors import UserError
 from trainer.rewards import RewardError, RewardPool, RewardResult, bind_rewards
@@ -260,10 +260,8 @@ def test_processes_that_a_reward_function_started_end_with_its_worker(tmp_path: 
         assert score(pool, marks[0])[0].failures == {"starts": "timeout"}
         assert started() == []
         assert score(pool, marks[1])[0].reward == 1.0
-        deadline = time.monotonic() + 60  # setsid becomes sleep when the machine has time for it
-        while started() != marks[1:]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        # setsid becomes sleep when the machine has time for it
+        wait_until(lambda: started() == marks[1:])
     assert started() == []
 
 

@@ -27,6 +27,7 @@ from sharding.remote.storage import StorageWriter
 from sharding.report import SyncSettings
 from sharding.send.source import FsdpWeightSource
 from tests.support.colocated import HfPolicy
+from tests.support.polling import wait_until
 from trainer.learning.batching import micro_batches
 from trainer.policy.module import PolicyModule, outputs
 from trainer.types import Sample
@@ -59,9 +60,7 @@ def nothing_unfinished(service: AsyncVLLM) -> bool:
 
     A request is counted a moment after its answer has come.
     """
-    deadline = time.monotonic() + 30
-    while any(service.get_num_unfinished_requests()):
-        assert time.monotonic() < deadline
+    wait_until(lambda: not any(service.get_num_unfinished_requests()), 30)
     return unfinished_in_engines(service) == [0, 0]
 
 
@@ -146,9 +145,7 @@ def test_cancelling_a_future_drops_its_request(service: AsyncVLLM) -> None:
     while not sum(unfinished_in_engines(service)):
         assert not future.done()
     future.cancel()
-    deadline = time.monotonic() + 30
-    while sum(unfinished_in_engines(service)):
-        assert time.monotonic() < deadline
+    wait_until(lambda: not sum(unfinished_in_engines(service)), 30)
     assert nothing_unfinished(service)
 
 
@@ -525,10 +522,8 @@ def test_a_failed_start_leaves_no_process(service: AsyncVLLM, monkeypatch: pytes
     with pytest.raises(TimeoutError, match="no answer from engine 0, 1 within 0 s"):
         service.start()
     assert not service.launched
-    deadline = time.monotonic() + 120  # an engine was being started at the time-out
-    while engine_processes():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    # an engine was being started at the time-out
+    wait_until(lambda: not engine_processes(), 120)
 
 
 def test_a_float32_head_reaches_the_engine(tiny_qwen2_untied: Path) -> None:

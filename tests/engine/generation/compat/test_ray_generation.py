@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from tests.engine.generation.compat.test_interface import (
 )
 from tests.support import forked
 from tests.support.colocated import HfPolicy
+from tests.support.polling import wait_until
 
 pytestmark = pytest.mark.timeout(600)  # a cluster starts slowly on a busy machine
 
@@ -111,10 +111,7 @@ def test_actors_generate_sleep_and_take_weights(cluster: Cluster, model: Path, t
     with pytest.raises(EngineStateError, match="closed"):
         generation.generate(padded(PROMPTS))
     assert not ray.is_initialized()  # `VllmGeneration` has joined the cluster, and left it
-    deadline = time.monotonic() + 60
-    while engines():
-        assert time.monotonic() < deadline, engines()
-        time.sleep(0.2)
+    wait_until(lambda: not engines(), 60, engines)
 
 
 def test_a_cluster_without_room_is_refused_and_left_again(cluster: Cluster, model: Path) -> None:

@@ -20,6 +20,7 @@ from generation.compat.torchrl.replicas import ServiceEngine
 from generation.compat.torchrl.service import AsyncVLLM
 from tests.support import forked
 from tests.support.colocated import HfPolicy
+from tests.support.polling import wait_until
 
 pytestmark = pytest.mark.timeout(600)  # a cluster starts slowly on a busy machine
 
@@ -183,9 +184,9 @@ def test_a_load_balancer_polls_actors_and_worker_calls_are_references(service: A
         actors=[ray.get_actor(name, namespace="hotbunk") for name in names], strategy="requests"
     )
     futures = [service._submit({"prompt_token_ids": [i]}, ENDLESS, 0, None, {}) for i in range(3)]
-    deadline = time.monotonic() + 60
-    while balancer.get_stats()["actor_stats"][0]["pending_requests"] != 3:
-        assert time.monotonic() < deadline, balancer.get_stats()
+    wait_until(
+        lambda: balancer.get_stats()["actor_stats"][0]["pending_requests"] == 3, 60, balancer.get_stats
+    )
     assert balancer.select_actor() == 1
     assert [future.result(60).finished for future in futures] == [True] * 3
     assert LoadBalancer(balancer.actors, "kv-cache").select_actor("a") in (0, 1)
@@ -218,10 +219,8 @@ def test_weights_reach_the_engines_in_actors(service: AsyncVLLM, model: Path) ->
 
 def test_a_dead_actor_raises_and_shutdown_leaves_no_process(service: AsyncVLLM) -> None:
     """Return this test is the last, since it ends the service."""
-    deadline = time.monotonic() + 60  # processes of earlier tests may still be ending
-    while len(engine_processes()) != 4:
-        assert time.monotonic() < deadline, engine_processes()
-        time.sleep(0.2)
+    # processes of earlier tests may still be ending
+    wait_until(lambda: len(engine_processes()) == 4, 60, engine_processes)
     futures = [service._submit({"prompt_token_ids": [i]}, ENDLESS, 0, None, {}) for i in range(4)]
     ray.kill(ray.get_actor(f"async-vllm-replica-{service.service_id}-0", namespace="hotbunk"))
     assert all("died" in str(future.exception(60)) or future.exception(0) is None for future in futures)
@@ -229,7 +228,4 @@ def test_a_dead_actor_raises_and_shutdown_leaves_no_process(service: AsyncVLLM) 
         service.generate("a", ENDLESS, actor_index=0)
     service.shutdown()
     service.shutdown()
-    deadline = time.monotonic() + 60
-    while engine_processes():
-        assert time.monotonic() < deadline, engine_processes()
-        time.sleep(0.2)
+    wait_until(lambda: not engine_processes(), 60, engine_processes)

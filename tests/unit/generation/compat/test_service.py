@@ -398,23 +398,20 @@ def test_an_update_runs_alone_and_no_request_is_lost() -> None:
     assert len(events) == 10
 
 
-def test_an_update_that_cannot_begin_leaves_the_gate_open() -> None:
-    async def scene() -> None:
-        gate = UpdateGate()
-        async with gate.request():
-            with pytest.raises(
-                TimeoutError, match="1 requests did not end within 0 s, so no weights were updated"
-            ):
-                async with gate.update(0.01):
-                    raise AssertionError("the request was still inside")
-        async with gate.request():  # and goes on
-            pass
-        async with gate.update(1):
-            with pytest.raises(RuntimeError, match="a weight update is under way already"):
-                async with gate.update(1):
-                    pass
-
-    asyncio.run(scene())
+async def test_an_update_that_cannot_begin_leaves_the_gate_open() -> None:
+    gate = UpdateGate()
+    async with gate.request():
+        with pytest.raises(
+            TimeoutError, match="1 requests did not end within 0 s, so no weights were updated"
+        ):
+            async with gate.update(0.01):
+                raise AssertionError("the request was still inside")
+    async with gate.request():  # and goes on
+        pass
+    async with gate.update(1):
+        with pytest.raises(RuntimeError, match="a weight update is under way already"):
+            async with gate.update(1):
+                pass
 
 
 def ended(result: Any) -> "Future[Any]":

@@ -5,11 +5,11 @@ import os
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
 from generation.engine.ray_cluster import join_cluster
+from tests.support.polling import wait_until
 from tests.support.real_run import GONE_SECONDS, ROOT
 
 STARTED = """
@@ -58,10 +58,7 @@ def test_a_cluster_of_ones_own_is_on_loopback_and_ends_with_its_process(imported
         assert stranger.returncode and "AuthenticationError" in stranger.stderr
         started.kill()
     host, _, port = report["address"].rpartition(":")
-    deadline = time.monotonic() + GONE_SECONDS
-    while socket.socket().connect_ex((host, int(port))) == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: socket.socket().connect_ex((host, int(port))) != 0, GONE_SECONDS)
 
 
 def test_a_cluster_of_ones_own_has_the_gpus_that_no_rank_trains_on(

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
+from tests.support.polling import wait_until
 
 BEGINNING = """
 import atexit, json, os, sys, threading, time
@@ -90,10 +90,7 @@ def test_nothing_is_left_of_a_core_when_its_program_is_killed(
     _, *pids, memory, folder = json.loads(program.stdout.readline())
     program.send_signal(number)
     program.wait(timeout=60)
-    deadline = time.monotonic() + 60
-    while not gone(pids, [Path("/dev/shm", memory), Path(folder)]):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: gone(pids, [Path("/dev/shm", memory), Path(folder)]))
 
 
 def test_users_of_a_watched_folder_end_with_the_program(scratch: Path) -> None:
@@ -111,10 +108,7 @@ time.sleep(1000)
     user, folder = program.stdout.readline().split()
     program.kill()
     program.wait(timeout=60)
-    deadline = time.monotonic() + 60
-    while not gone([int(user)], [Path(folder)]):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: gone([int(user)], [Path(folder)]))
 
 
 def test_a_core_outlives_the_thread_that_has_started_it(scratch: Path) -> None:

@@ -17,6 +17,7 @@ from generation.rollouts import client_process
 from generation.rollouts.client import Scored
 from generation.rollouts.client_process import ClientCommand, ClientError, ClientProcesses
 from tests.conftest import ROOT
+from tests.support.polling import wait_until
 
 AGENT = """
 import json, os, socket, subprocess, sys, time
@@ -84,13 +85,6 @@ def use(settings: ClientCommand, work: Callable[[ClientProcesses], Awaitable[Any
     result = asyncio.run(within())
     wait_until(lambda: not processes_of(settings.command[1]), 30)
     return result
-
-
-def wait_until(happened: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def processes_of(word: str) -> list[psutil.Process]:

@@ -13,6 +13,7 @@ import pytest
 
 from generation.rollouts.agent import environment_class, environment_rollout, environment_tools
 from generation.trajectory import Trajectory
+from tests.support.polling import wait_until
 from tests.support.scripted import ScriptedEngine, run
 from tests.unit.generation.rollouts.test_environments import TOKENIZER, agent, say
 
@@ -169,10 +170,7 @@ def serving(environment: type) -> Iterator[str]:
     server = make_server(environment, port)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 60
-    while not server.started:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: server.started)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,13 +67,13 @@ def engine() -> ScriptedEngine:
 
 def episodes_of(function: Any) -> list[Trajectory]:
     """Run eight episodes on a thread like the engine's, and check that the thread still works afterwards."""
-    thread, waiting = EngineThread(), list(range(8))
+    thread = EngineThread()
 
     async def score(trajectory: Trajectory) -> None:
         await asyncio.sleep(0)
 
     settings = RolloutSettings(1, SamplingSettings(9), 0, 0, 0)
-    claim: Callable[[], int | None] = lambda: waiting.pop(0) if waiting else None  # noqa: E731
+    claim = partial(next, iter(range(8)), None)
     work = rollout(engine(), [[5]] * 8, settings, claim, score, EpisodeSetup(function, TOKENIZER))  # type: ignore[arg-type]
     trajectories = thread.run(work, 300, "a rollout")
     thread.run(asyncio.sleep(0), 10, "another task")
@@ -186,12 +186,12 @@ def test_a_rollout_that_is_given_up_cancels_its_episodes_whatever_they_make_of_i
                     raise
         return await answer(llm)
 
-    thread, waiting = EngineThread(), [0, 1, 2]
+    thread = EngineThread()
 
     async def score(trajectory: Trajectory) -> None: ...
 
     settings = RolloutSettings(1, SamplingSettings(9), 0, 0, 0)
-    claim: Callable[[], int | None] = lambda: waiting.pop(0) if waiting else None  # noqa: E731
+    claim = partial(next, iter(range(3)), None)
     work = rollout(engine(), [[5]] * 3, settings, claim, score, EpisodeSetup(stubborn, TOKENIZER))  # type: ignore[arg-type]
     running: Future[Any] = Future()
 
@@ -316,14 +316,13 @@ def client_episode(client: Client, timeout_s: float = 30.0) -> list[Trajectory]:
     function = ClientRollout(lambda *a: client(*a) if a[3]["bad"] else good(), capturing, timeout_s)
     alive = engine()
     alive.llm = type("Alive", (), {"errored": False})  # type: ignore[attr-defined]
-    waiting = [0, 1]
 
     async def score(trajectory: Trajectory) -> None: ...
 
     settings = RolloutSettings(1, SamplingSettings(9), 0, 0, 0)
     rows = [{"bad": True}, {"bad": False}]
     episodes = EpisodeSetup(function, TOKENIZER, rows)
-    claim: Callable[[], int | None] = lambda: waiting.pop(0) if waiting else None  # noqa: E731
+    claim = partial(next, iter(range(2)), None)
     try:
         trajectories = thread.run(
             rollout(alive, [[5]] * 2, settings, claim, score, episodes), 60, "a rollout"
@@ -498,14 +497,12 @@ def test_an_episode_of_which_one_conversation_has_no_reward_has_failed_as_a_whol
     async def two(llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings) -> list[Trajectory]:
         return [await answer(llm), await answer(llm)]
 
-    waiting = [0, 1]
-
     async def score(trajectory: Trajectory) -> None:
         if trajectory.prompt_index == 1 and llm_calls.pop() == 1:
             trajectory.error = "reward: f returned nan"
 
     llm_calls = [0, 1]
-    claim: Callable[[], int | None] = lambda: waiting.pop(0) if waiting else None  # noqa: E731
+    claim = partial(next, iter(range(2)), None)
     settings = RolloutSettings(1, SamplingSettings(9), 0, 0, 0)
     work = rollout(engine(), [[5]] * 2, settings, claim, score, EpisodeSetup(two, TOKENIZER))  # type: ignore[arg-type]
     trajectories = asyncio.run(work)

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
+from tests.support.polling import wait_until
 from tests.unit.test_scripts import write_stub
 
 PROGRAM = """
@@ -142,10 +142,7 @@ def test_a_signal_that_it_alone_is_sent_ends_the_check_and_starts_nothing(
     heeded = partial(signal.signal, number, signal.SIG_DFL)  # nohup's SIGHUP would rightly be ignored
     words, environment = command(tmp_path, "train", "r.yaml"), variables(tmp_path)
     with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=-1, preexec_fn=heeded) as train:
-        deadline = time.monotonic() + 60
-        while not (pid.exists() and pid.read_text().strip()):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: pid.exists() and pid.read_text().strip())
         check = psutil.Process(int(pid.read_text()))
         train.send_signal(number)
         assert train.communicate(timeout=120) == (b"", None)

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from tests.support.refusals import refusal
 from tests.support.rows import write_rows
 from trainer.cli import main
 from trainer.commands.report_page import page_data
@@ -244,10 +245,4 @@ def test_a_report_without_a_run_ends_in_one_sentence(
 ) -> None:
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "metrics.jsonl").write_text('{"train/st')
-    assert main(["report", str(tmp_path / name)]) == 2
-    captured = capsys.readouterr()
-    assert (
-        captured.err.startswith("hotbunk: ")
-        and captured.err.count("\n") == 1
-        and sentence in captured.err
-    )
+    assert sentence in refusal(capsys, "report", str(tmp_path / name))

@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.polling import wait_until
 from tests.support.rows import read_rows, write_rows
 from trainer.cli import main
 from trainer.commands import report_page
@@ -149,10 +149,7 @@ class Browser:
 
     def wait(self, script: str, seconds: float = 30.0) -> None:
         """Wait until the script's value is true."""
-        deadline = time.monotonic() + seconds
-        while not self.run(script):
-            assert time.monotonic() < deadline, f"not true in {seconds:.0f} s: {script}"
-            time.sleep(0.1)
+        wait_until(lambda: self.run(script), seconds, lambda: f"not true in {seconds:.0f} s: {script}")
 
     def complaints(self) -> list[str]:
         """Return the console's messages since the last call, about errors and scripts that the page's policy has

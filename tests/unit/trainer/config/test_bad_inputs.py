@@ -13,6 +13,7 @@ import datasets
 import pytest
 
 from tests.conftest import ROOT
+from tests.support.refusals import refusal
 from tests.support.released_models import write_weights
 from tests.support.rows import write_rows
 from tests.support.small_tokenizer import small_tokenizer
@@ -297,12 +298,8 @@ def test_bad_input_ends_in_one_sentence(
     if case == "allocator without IPC":
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     words = [word.replace("{0}", str(folder)) for word in arguments]
-    assert main(["train", str(folder / "recipe.yaml"), "--dry-run", *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1, captured.err
-    assert captured.err.startswith("hotbunk: ")
-    assert expected.replace("{0}", str(folder)) in captured.err
+    sentence = refusal(capsys, "train", str(folder / "recipe.yaml"), "--dry-run", *words)
+    assert expected.replace("{0}", str(folder)) in sentence and capsys.readouterr().out == ""
 
 
 def test_rollouts_are_looked_at_before_there_are_ranks(
@@ -331,35 +328,13 @@ def test_rows_need_an_answer_only_where_a_reward_takes_it(
 
 
 @pytest.mark.parametrize("mode", ["--check", "--dry-run"])
-@pytest.mark.parametrize(
-    ("named", "complaint"),
-    [
-        ("no.module:f", "engine.logits_processors: 'no.module:f' cannot be loaded"),
-        ("{0}/processors_here.py:absent", "has no 'absent'"),
-        (
-            "{0}/processors_here.py:number",
-            "is neither a class of processors nor a function that makes one",
-        ),
-    ],
-)
 def test_logits_processors_are_looked_at_before_anything_is_loaded(
-    mode: str,
-    named: str,
-    complaint: str,
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    mode: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])  # vLLM imports such a file by its name
-    monkeypatch.delitem(sys.modules, "processors_here", raising=False)
-    (folder / "processors_here.py").write_text("number = 7\n")
-    named = named.replace("{0}", str(folder))
-    assert (
-        main(["train", str(folder / "recipe.yaml"), mode, "--engine.logits_processors", f"['{named}']"])
-        == 2
-    )
-    captured = capsys.readouterr()
-    assert complaint in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+    """test_sampler.py has what else may be wrong with one."""
+    words = ["train", str(folder / "recipe.yaml"), mode, "--engine.logits_processors", "['no.module:f']"]
+    complaint = "engine.logits_processors: 'no.module:f' cannot be loaded"
+    assert complaint in refusal(capsys, *words) and capsys.readouterr().out == ""
 
 
 def test_good_input_is_summed_up_and_its_recipe_printed(

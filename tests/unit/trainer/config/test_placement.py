@@ -14,9 +14,7 @@ from trainer.config.placement import (
     leads_engine,
     training_ranks,
 )
-from trainer.config.recipe import load_config
 from trainer.config.schema import TrainConfig
-from trainer.errors import UserError
 
 ASKED = re.compile(
     r"engine\.(apart|placement)\b\s*(==|!=|\bin\b|\)? (else|and|or)\b)|[!=]= ['\"]ray['\"]"
@@ -52,15 +50,3 @@ def test_only_the_placement_file_compares_placements() -> None:
     files = [file for folder in ("trainer", "sharding") for file in Path(ROOT, folder).rglob("*.py")]
     asking = {str(file.relative_to(ROOT)) for file in files if ASKED.search(file.read_text("utf-8"))}
     assert not asking
-
-
-@pytest.mark.parametrize(
-    ("old", "words"),
-    [("0", "shared"), ("3", "ranks, and engine.ranks: 3"), ("ray", '"ray"')],
-)
-def test_the_former_key_is_refused_with_its_replacement(tmp_path: Path, old: str, words: str) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("model: {path: m}\ndata: {path: d}\n")
-    with pytest.raises(UserError) as caught:
-        load_config(recipe, [f"engine.apart={old}"])
-    assert str(caught.value) == f"engine.apart is now engine.placement: write engine.placement: {words}"
