@@ -39,6 +39,7 @@ from generation.compat.torchrl.arguments import (
 from generation.compat.torchrl.replicas import LocalReplica, RayReplica, UpdateGate
 from generation.compat.torchrl.service import AsyncVLLM, make_async_vllm_engine
 from generation.compat.torchrl.weights import _untied
+from generation.engine import ray_cluster
 from generation.engine import ray_replicas as engine_replicas
 from generation.engine.settings import EngineSettings
 from generation.engine.thread import EngineThread
@@ -71,7 +72,7 @@ def test_importing_needs_neither_vllm_nor_ray() -> None:
         "import sys\n"
         "sys.modules['vllm'] = sys.modules['ray'] = None\n"  # importing either raises ImportError
         "import generation.compat.torchrl.service, generation.compat.load_balancer\n"
-        "from generation.engine.ray_replicas import join_once\n"
+        "from generation.engine.ray_cluster import join_once\n"
         "try:\n"
         "    join_once(1)\n"
         "except ImportError as error:\n"
@@ -489,13 +490,13 @@ def test_only_the_owner_of_engines_updates_them(monkeypatch: pytest.MonkeyPatch)
 def test_ray_is_joined_as_a_run_joins_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Return a service starts Ray on loopback, closed to others; a cluster that the program has joined is left as it was."""
     joined, left = list[int](), list[str]()
-    monkeypatch.setattr(engine_replicas, "join_cluster", lambda cpus, folder: joined.append(cpus))
+    monkeypatch.setattr(ray_cluster, "join_cluster", lambda cpus, folder: joined.append(cpus))
     for initialized in (True, False):
         ray = SimpleNamespace(
             is_initialized=lambda state=initialized: state, shutdown=lambda: left.append("cluster")
         )
         monkeypatch.setitem(sys.modules, "ray", ray)
-        engine_replicas.join_once(3)()
+        ray_cluster.join_once(3)()
     assert joined == [3] and left == ["cluster"]
 
 
@@ -503,9 +504,9 @@ def test_a_cluster_that_cannot_be_joined_is_left(monkeypatch: pytest.MonkeyPatch
     left: list[str] = []
     ray = SimpleNamespace(is_initialized=lambda: False, shutdown=lambda: left.append("cluster"))
     monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(engine_replicas, "join_cluster", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(ray_cluster, "join_cluster", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        engine_replicas.join_once(3)
+        ray_cluster.join_once(3)
     assert left == ["cluster"]
 
 
