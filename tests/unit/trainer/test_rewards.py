@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -431,42 +431,31 @@ def test_workers_die_with_their_parent(rogue: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [(" 42\n", 42, 1.0), ("42", "42 ", 1.0), ("42.", "42", 0.0), ("", "x", 0.0)],
-)
-def test_exact_match_compares_texts(completion: str, answer: object, reward: float) -> None:
-    assert exact_match(completion, answer=answer) == reward
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
+    ("function", "completion", "answer", "reward"),
     [
-        ("so it is 1,234.50 in all", "1234.5", 1.0),
-        ("12 apples, no, 13", 13, 1.0),
-        ("13, no, 12", 13, 0.0),
-        ("-5", "5", 0.0),
-        ("the answer is 72.", "48/2 = <<48/2=24>>24\n#### 72", 1.0),
-        ("nothing", 3, 0.0),
-        ("1e3", 1000, 1.0),
-        (".5", 0.5, 1.0),
+        (exact_match, " 42\n", 42, 1.0),
+        (exact_match, "42", "42 ", 1.0),
+        (exact_match, "42.", "42", 0.0),
+        (exact_match, "", "x", 0.0),
+        (numeric_match, "so it is 1,234.50 in all", "1234.5", 1.0),
+        (numeric_match, "12 apples, no, 13", 13, 1.0),
+        (numeric_match, "13, no, 12", 13, 0.0),
+        (numeric_match, "-5", "5", 0.0),
+        (numeric_match, "the answer is 72.", "48/2 = <<48/2=24>>24\n#### 72", 1.0),
+        (numeric_match, "nothing", 3, 0.0),
+        (numeric_match, "1e3", 1000, 1.0),
+        (numeric_match, ".5", 0.5, 1.0),
+        (math_verify, r"Thus \boxed{\frac{1}{2}}.", "0.5", 1.0),
+        (math_verify, r"$1+x^2$", "x^2+1", 1.0),
+        (math_verify, r"\boxed{43}", "42", 0.0),
+        (math_verify, "no idea", "42", 0.0),
+        (math_verify, r"\boxed{42}", r"$42$", 1.0),
     ],
 )
-def test_numeric_match_compares_numbers(completion: str, answer: object, reward: float) -> None:
-    assert numeric_match(completion, answer=answer) == reward
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        (r"Thus \boxed{\frac{1}{2}}.", "0.5", 1.0),
-        (r"$1+x^2$", "x^2+1", 1.0),
-        (r"\boxed{43}", "42", 0.0),
-        ("no idea", "42", 0.0),
-        (r"\boxed{42}", r"$42$", 1.0),
-    ],
-)
-def test_math_verify_compares_expressions(completion: str, answer: object, reward: float) -> None:
-    assert math_verify(completion, answer=answer) == reward
+def test_texts_numbers_and_expressions_are_compared(
+    function: Callable[..., float], completion: str, answer: object, reward: float
+) -> None:
+    assert function(completion, answer=answer) == reward
 
 
 def test_format_regex_matches_the_whole_completion() -> None:
