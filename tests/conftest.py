@@ -9,7 +9,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -166,16 +166,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """Return `make_tiny_model` with fewer layers; the same arguments give the same folder, which is not to be written to."""
-    made: dict[tuple[tuple[str, Any], ...], Path] = {}
 
+    @cache
     def make(**sizes: Any) -> Path:
-        key = tuple(sorted(sizes.items()))
-        if key not in made:
-            from trainer.commands.tiny_model import make_tiny_model
+        from trainer.commands.tiny_model import make_tiny_model
 
-            sizes = {"layers": 2, "intermediate_size": 128, **sizes}
-            made[key] = make_tiny_model(tmp_path_factory.mktemp("tiny"), **sizes)
-        return made[key]
+        sizes = {"layers": 2, "intermediate_size": 128, **sizes}
+        return make_tiny_model(tmp_path_factory.mktemp("tiny"), **sizes)
 
     return make
 
@@ -209,15 +206,12 @@ def tiny_moe(tiny_model: TinyModel) -> Path:
 @pytest.fixture(scope="session")
 def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """Return `make_tiny_vlm`, as `tiny_model`."""
-    made: dict[tuple[tuple[str, Any], ...], Path] = {}
 
+    @cache
     def make(**sizes: Any) -> Path:
-        key = tuple(sorted(sizes.items()))
-        if key not in made:
-            from scripts.tiny_vlm import make_tiny_vlm
+        from scripts.tiny_vlm import make_tiny_vlm
 
-            made[key] = make_tiny_vlm(tmp_path_factory.mktemp("tiny"), **sizes)
-        return made[key]
+        return make_tiny_vlm(tmp_path_factory.mktemp("tiny"), **sizes)
 
     return make
 

@@ -105,10 +105,6 @@ def routed_samples(format: RouteFormat, lengths: list[int] = LENGTHS) -> list[Sa
     return samples
 
 
-def total(module: PolicyModule, batches: list[MicroBatch]) -> Tensor:
-    return torch.stack([(outputs(module, b, 0.7).logprobs * advantages(b)).sum() for b in batches]).sum()
-
-
 def updated(module: PolicyModule, batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
     """Run forward and backward of one micro-batch after the other, as a policy does."""
     loss = 0.0
