@@ -19,7 +19,7 @@ from trainer.run.keeper import RunState, check_identity, find_checkpoint, model_
 
 def recipe(model: Path, **sections: dict[str, Any]) -> TrainConfig:
     reward = {"functions": [{"name": "exact_match"}]}
-    return make_config(model={"path": str(model)}, reward=reward, **sections)
+    return make_config({"model": {"path": str(model)}, "reward": reward}, **sections)
 
 
 @pytest.fixture(scope="module")
