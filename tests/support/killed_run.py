@@ -3,7 +3,8 @@
     python tests/support/killed_run.py FOLDER [--kills 60] [--stops 10] [--ranks 1] [--seed 0]
                                            [--runs 1] [--slices N] [--lora R]
                                            [--mixture [--split N] | --images | --family NAME]
-                                           [--then RANKS | --alone [--apart]] [--rollouts] [--pull] [--share]
+                                           [--then RANKS | --alone [--apart [--delta]]]
+                                           [--rollouts] [--pull] [--share]
 
 A tiny model is trained once without disturbance, and once with signals to a random process (the launcher, a rank, an
 engine, a guardian, a reward worker) at a random moment, from the start to the export; a run that has ended is started
@@ -17,8 +18,9 @@ apply. `--mixture` trains a mixture of experts by the routes of an engine in bfl
 With `--alone` this script starts nothing again: all signals are SIGKILL, at most two a step, and the run has to reach
 its end by itself, with engines that are restarted in place, and a supervisor (RESTARTS) for everything else. It prints
 the seconds that each kill has cost. With `--apart` the last of the ranks only generates, with weights of the previous
-step. With `--pull` engines read the ranks' shards, adapters merged, in bfloat16: with plain weights in float32, MKL's
-last bit depends on which requests happen to be decoded together.
+step; with `--delta` it gets them as changes of those before. With `--pull` engines read the ranks' shards, adapters
+merged. Both are in bfloat16: with plain weights in float32, MKL's last bit depends on which requests happen to be
+decoded together.
 """
 
 import argparse
@@ -480,11 +482,15 @@ def main() -> int:
         "--pull", action="store_true", help="engines read the ranks' shards; adapters are merged"
     )
     parser.add_argument("--share", action="store_true", help="common beginnings are computed once")
+    parser.add_argument("--delta", action="store_true", help="only changed weights travel; with --apart")
     options = parser.parse_args()
     if options.apart and not options.alone:
         parser.error(
             "--apart needs --alone: an engine's death ends such a run, which its supervisor starts again"
         )
+    if options.delta and not options.apart:
+        parser.error("--delta needs --apart: nothing travels to engines on the training devices")
+    plain = options.pull or options.delta
     folder = options.folder
     all_drawn = [draw(options.kills, options.stops, options.seed + run) for run in range(options.runs)]
     folder.mkdir(parents=True)  # fails if it exists: a run in it would be resumed
@@ -516,14 +522,14 @@ def main() -> int:
         engine={"restarts": 1000, "placement": "ranks" if options.apart else "shared"}
         | seen.get("engine", {})
         | ({} if options.lora else {"load_format": "dummy"})
-        | ({"plain_cpu_weights": True} if options.pull else {})
+        | ({"plain_cpu_weights": True} if plain else {})
         | ({"dtype": "bfloat16"} if options.mixture else {}),
         lora={"rank": options.lora, "sync": "merged" if options.pull else "adapter"},
-        sync={"way": "pull" if options.pull else "auto"},
+        sync={"way": "pull" if options.pull else "auto", "delta": options.delta},
         # The low rate leaves something to learn in every step.
         policy={
             "lr": 1e-4,
-            "dtype": "bfloat16" if options.pull else "float32",
+            "dtype": "bfloat16" if plain else "float32",
             "expert_parallel": options.split,
         },
         reward={"functions": [{"name": REWARD}]},
@@ -544,6 +550,9 @@ def main() -> int:
         if options.apart and options.rollouts:
             # a step that is read from disk sends no weights to remote engines
             problems = [line for line in problems if " sync/verified: " not in line]
+        if options.delta:
+            # A run that starts again has to send all weights first
+            problems = [line for line in problems if " sync/bytes: " not in line]
         print("\n".join(problems) or "equal, bit for bit: rows, answers, weights", flush=True)
         failures += len(problems)
     for seed, drawn in enumerate([] if options.alone else all_drawn, options.seed):
