@@ -40,10 +40,8 @@ class RLTrainer:
     """Trains one policy by reinforcement learning on the prompts of one recipe."""
 
     def __init__(self, config: TrainConfig, watchdog: Watchdog, resources: ExitStack) -> None:
-        """Build all parts, starting with those that are cheap and likely to fail. `resources`
-        closes them in the end.
-
-        `resources` does so however the run ends.
+        """Build all parts, starting with those that are cheap and likely to fail. However the run
+        ends, `resources` closes them.
         """
         # First of all, since `doing` reads it while the other parts are built.
         self.watchdog = watchdog
