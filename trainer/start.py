@@ -8,14 +8,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings
-from sharding.ranks import EVERYBODY, agreed, is_main, world_size
+from sharding.ranks import EVERYBODY, agreed, exchange, is_main, world_size
 from trainer.chat_template import EndTokens, end_tokens, unread_keys
 from trainer.config.machine import float32_products, resolve_device
-from trainer.config.placement import engine_workers
+from trainer.config.placement import engine_workers, placement
 from trainer.config.schema import DataConfig, TrainConfig
 from trainer.config.sync_ways import local_ranks, with_chosen_way
 from trainer.data import PromptDataset, check_token_ids, load_prompts, load_tokenizer
@@ -32,13 +34,16 @@ from trainer.run.keeper import Identity, RunState, find_checkpoint, run_identity
 from trainer.run.screen import Progress
 from trainer.run.watchdog import Watchdog
 
+_ASK_SECONDS = 60.0
+
 
 @dataclass
 class Start:
     """The inputs of a started rank, and its engine, if it leads one.
 
     Attributes:
-        config: the recipe, in which a chosen way of syncing weights has replaced `auto`.
+        config: the recipe, in which a chosen way of syncing weights has replaced `auto`, and the
+            checkpoint's size of the KV cache null.
         level: runs episodes, which turn a prompt into trajectories.
         prompts: the prompts to train on.
         held_outs: the datasets of an evaluation; empty if the recipe has no evaluation.
@@ -112,6 +117,7 @@ def begin(
         screen.note(remark)
     identity = run_identity(config, prompts.fingerprint, tokenizer)
     checkpoint, state = find_checkpoint(config, identity)
+    config = with_kept_cache(config, state, screen.note)
     ends = settle_ends(config, tokenizer, level.data, state, resumes=checkpoint is not None)
     for line in (*unread_keys(tokenizer, level.data), *ends.remarks):
         screen.note(line)
@@ -191,5 +197,58 @@ def start_engine(start: Start, resources: ExitStack) -> None:
         start.screen.note(
             "the engine caches no prefixes of prompts: vLLM keeps no states of recurrent layers on CPU"
         )
+    keep_cache_size(start)
     if start.leader is not None:
         resources.enter_context(start.rewards)
+
+
+def with_kept_cache(config: TrainConfig, state: RunState, note: Callable[[str], None]) -> TrainConfig:
+    """Return the recipe with the size that the run's KV cache has had so far, if
+    `engine.kv_cache_gib` is null and what decides the size is as it was.
+
+    Otherwise another release of vLLM would measure again, and come to another size. Collective
+    among all ranks of the run.
+    """
+    cache = state.kv_cache
+    if not cache or not _is_measured(config) or cache != cache | _measured_with(config):
+        return config
+    gib = cache["bytes"] / 2**30
+    note(f"KV cache: {gib:.2f} GiB for each worker of an engine, as in the run's earlier sessions")
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"kv_cache_gib": gib})})
+
+
+def keep_cache_size(start: Start) -> None:
+    """Keep in the run's state the size of the engines' KV caches, the smallest of all, if vLLM has
+    measured it. Collective among all ranks.
+    """
+    if not _is_measured(start.config):
+        return
+    size = None
+    with agreed("asking for the size of the KV cache", among=EVERYBODY):
+        if start.leader is not None:
+            engine = start.leader.engine
+            size = start.leader.thread.run(engine.kv_cache_bytes(), _ASK_SECONDS, "asking the engine")
+    sizes = [size for size in exchange(size, among=EVERYBODY) if size is not None]
+    start.state.kv_cache = {"bytes": min(sizes), **_measured_with(start.config)}
+
+
+def _is_measured(config: TrainConfig) -> bool:
+    """Return whether vLLM sizes the KV cache of the run's engines by the memory that it finds.
+
+    The size of actors is not kept, since they start at any time.
+    """
+    return config.engine.kv_cache_gib is None and not placement(config).actors
+
+
+def _measured_with(config: TrainConfig) -> dict[str, float]:
+    """Return what decides the size of a KV cache, besides the model and the release of vLLM.
+    Collective among all ranks.
+    """
+    engine = config.engine
+    cuda = resolve_device(config) == "cuda"
+    memory = torch.cuda.mem_get_info()[1] if cuda else psutil.virtual_memory().total
+    return {
+        "gpu_memory_utilization": engine.gpu_memory_utilization,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "device_bytes": min(exchange(memory, among=EVERYBODY)),
+    }

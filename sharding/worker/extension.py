@@ -416,6 +416,13 @@ class VllmInternalWorkerExtension:
             model = self.get_model()  # type: ignore[attr-defined]
             release_weights(model, reprocessed_modules(model, _PLAIN_ON_CPU))
 
+    def hotbunk_kv_cache_bytes(self) -> int:
+        """Return the bytes of this worker's KV cache, asleep or awake, without those that layers
+        share twice.
+        """
+        storages = [t.untyped_storage() for t in _tensors(self.model_runner.kv_caches)]  # type: ignore[attr-defined]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
     def hotbunk_memory_bytes(self) -> int:
         """Return the resident bytes of this process on CPU; bytes in use on the whole device on
         CUDA, whoever uses them.

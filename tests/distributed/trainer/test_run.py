@@ -188,13 +188,13 @@ if __name__ == "__main__":
 def test_a_zero_copy_run_learns_and_is_resumed_by_a_staged_one(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """Return the dtype is bfloat16, in which master weights and weights differ; zero copy takes one rank."""
+    """The dtype is bfloat16, in which master weights and weights differ; zero copy takes one rank. vLLM measures the KV cache."""
     recipe = write_recipe(
         tmp_path,
         tiny_model(),
         run={"steps": 3},
         policy={"dtype": "bfloat16"},
-        engine={"plain_cpu_weights": True},
+        engine={"plain_cpu_weights": True, "kv_cache_gib": None, "gpu_memory_utilization": 0.15},
         checkpoint={"every": 3},
         eval={"every": 3},
     )
@@ -209,6 +209,8 @@ def test_a_zero_copy_run_learns_and_is_resumed_by_a_staged_one(
         recipe, "--sync.way", "staged", "--run.steps", "5", ranks=1, name="run", preloaded=True
     )
     assert copying.wait() == 0, copying.output()
+    assert "as in the run's earlier sessions" not in shared.output()
+    assert "for each worker of an engine, as in the run's earlier sessions" in copying.output()
     rows = copying.rows()
     assert [row["train/step"] for row in rows] == [0, 1, 2, 3, 4, 5]
     assert [row["sync/verified"] for row in rows] == [1, 2, 3, 5, 6, 8]

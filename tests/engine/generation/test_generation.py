@@ -230,6 +230,15 @@ def test_starting_an_engine_does_not_change_the_callers_environment(leader: Lead
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
 
 
+def test_the_size_of_the_kv_cache_is_that_of_its_blocks(leader: Leader) -> None:
+    """The engine was given bytes, of which it uses whole blocks."""
+    size = leader.thread.run(leader.engine.kv_cache_bytes(), 60.0, "asking the engine")
+    blocks = leader.engine.llm.vllm_config.cache_config.num_gpu_blocks
+    given = leader.engine.settings.kv_cache_bytes
+    assert blocks and given and size % blocks == 0
+    assert given - size // blocks < size <= given
+
+
 def test_more_prompt_tokens_than_a_step_holds_do_not_kill_the_engine(leader: Leader) -> None:
     """vLLM would split the prompt, and then set an offset of its generator, which a CPU generator does not have."""
     prompts = [[14 + i % 200] * 60 for i in range(64)]
