@@ -226,10 +226,10 @@ def keep_cache_size(start: Start) -> None:
     size = None
     with agreed("asking for the size of the KV cache", among=EVERYBODY):
         if start.leader is not None:
-            engine = start.leader.engine
-            size = start.leader.thread.run(engine.kv_cache_bytes(), _ASK_SECONDS, "asking the engine")
-    sizes = [size for size in exchange(size, among=EVERYBODY) if size is not None]
-    start.state.kv_cache = {"bytes": min(sizes), **_measured_with(start.config)}
+            sizes = start.leader.engine.call_workers("hotbunk_kv_cache_bytes")
+            size = max(start.leader.thread.run(sizes, _ASK_SECONDS, "asking the engine"))
+    measured = [size for size in exchange(size, among=EVERYBODY) if size is not None]
+    start.state.kv_cache = {"bytes": min(measured), **_measured_with(start.config)}
 
 
 def _is_measured(config: TrainConfig) -> bool:

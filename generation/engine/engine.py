@@ -466,12 +466,6 @@ class Engine:
         """True if the engine has no processes: before `start`, and after `close`."""
         return self._llm is None
 
-    async def kv_cache_bytes(self) -> int:
-        """Return the bytes of each worker's KV cache, the largest if they differ: given as
-        `EngineSettings.kv_cache_bytes`, they make a cache of as many blocks.
-        """
-        return max(await self.call_workers("hotbunk_kv_cache_bytes"))
-
     async def memory_bytes(self) -> int:
         """Return the bytes that all workers hold now: resident memory on CPU, memory in use on the
         device on CUDA.

@@ -417,8 +417,8 @@ class VllmInternalWorkerExtension:
             release_weights(model, reprocessed_modules(model, _PLAIN_ON_CPU))
 
     def hotbunk_kv_cache_bytes(self) -> int:
-        """Return the bytes of this worker's KV cache, asleep or awake, without those that layers
-        share twice.
+        """Return the bytes of this worker's KV cache, asleep or awake: given as
+        `EngineSettings.kv_cache_bytes`, they make a cache of as many blocks.
         """
         storages = [t.untyped_storage() for t in _tensors(self.model_runner.kv_caches)]  # type: ignore[attr-defined]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -232,7 +232,8 @@ def test_starting_an_engine_does_not_change_the_callers_environment(leader: Lead
 
 def test_the_size_of_the_kv_cache_is_that_of_its_blocks(leader: Leader) -> None:
     """The engine was given bytes, of which it uses whole blocks."""
-    size = leader.thread.run(leader.engine.kv_cache_bytes(), 60.0, "asking the engine")
+    sizes = leader.engine.call_workers("hotbunk_kv_cache_bytes")
+    [size] = leader.thread.run(sizes, 60.0, "asking the engine")
     blocks = leader.engine.llm.vllm_config.cache_config.num_gpu_blocks
     given = leader.engine.settings.kv_cache_bytes
     assert blocks and given and size % blocks == 0
