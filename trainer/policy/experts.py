@@ -8,8 +8,9 @@ Dense weights are sharded over all ranks. Of eight experts on four ranks with
     experts that it computes    0–3    4–7    0–3    4–7
     experts that it holds       0–1    4–5    2–3    6–7
 
-Its dimensions are [efsdp, ep], of which ep is the faster one, as in Transformers. FSDP2 shards
-experts over the ranks that compute the same ones.
+Its dimensions are [efsdp, ep], of which ep is the faster one, as in Transformers, whose exchange
+asks for a last one of tensor parallelism: its size is 1. FSDP2 shards experts over the ranks that
+compute the same ones.
 
 The plan, the split and the exchange of tokens are Transformers' own (`ep_dispatch_experts` in
 transformers/distributed/tensor_parallel.py). Its `from_pretrained` is not, since in 5.19 it refuses
@@ -21,18 +22,19 @@ by code of its own.
 from functools import lru_cache
 
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
-from transformers.distributed import DistributedConfig
-from transformers.distributed.tensor_parallel import (
-    apply_expert_parallelism,
-    replace_layer_number_by_wildcard,
-    resolve_parallel_plans,
-)
+from transformers.distributed import DistributedConfig, tensor_parallel
 
 from sharding.ranks import world_size
 from trainer.errors import UserError
+
+try:  # Transformers 5.21 has moved this function
+    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+except ImportError:
+    from transformers.distributed.tensor_parallel import replace_layer_number_by_wildcard
 
 DISPATCH = "ep_dispatch_experts"
 """Transformers' name for experts to which tokens are sent by all-to-all."""
@@ -51,9 +53,14 @@ def dispatched_experts(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def require_experts(model: PreTrainedModel) -> None:
-    """Raise UserError unless Transformers has a plan to split the experts of a model of this
-    class.
+    """Raise UserError unless Transformers can split experts, and has a plan for those of a model of
+    this class.
     """
+    if not hasattr(tensor_parallel, "resolve_parallel_plans"):
+        raise UserError(
+            f"policy.expert_parallel is above 1, but Transformers {transformers.__version__} cannot "
+            "split experts: set it to 1, or install Transformers 5.19 or later"
+        )
     if not dispatched_experts(model):
         lacks = f"Transformers has no plan to split the experts of {type(model).__name__}"
         raise UserError(f"policy.expert_parallel is above 1, but {lacks}: set it to 1")
@@ -66,17 +73,21 @@ def split_experts(model: PreTrainedModel, size: int, replicas: int, device: str)
     Returns the mesh for FSDP2: the ranks that hold parts of the same experts, in `replicas` of the
     model. Collective.
     """
-    _, plan = resolve_parallel_plans(
+    try:  # Transformers 5.21 has moved this function
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+    except ImportError:
+        from transformers.distributed.tensor_parallel import apply_expert_parallelism
+    _, plan = tensor_parallel.resolve_parallel_plans(
         model, DistributedConfig(fsdp_size=world_size() // replicas, ep_size=size)
     )
-    mesh = _mesh(dist.group.WORLD, device, (replicas, world_size() // replicas // size, size))
-    apply_expert_parallelism(model, mesh["ep"], None, plan)
+    mesh = _mesh(dist.group.WORLD, device, (replicas, world_size() // replicas // size, size, 1))
+    apply_expert_parallelism(model, mesh["ep"], mesh["tp"], plan)
     return mesh["replicate", "efsdp"] if replicas > 1 else mesh["efsdp"]
 
 
 @lru_cache(maxsize=1)
-def _mesh(world: dist.ProcessGroup | None, device: str, shape: tuple[int, int, int]) -> DeviceMesh:
+def _mesh(world: dist.ProcessGroup | None, device: str, shape: tuple[int, int, int, int]) -> DeviceMesh:
     """Return the mesh of all models, since each mesh makes groups and, on CUDA, communicators of
     its own.
     """
-    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "efsdp", "ep"))
+    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "efsdp", "ep", "tp"))
