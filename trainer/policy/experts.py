@@ -44,7 +44,7 @@ def dispatched_experts(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules with experts that Transformers' plan for this model splits; empty if it
     has no such plan.
     """
-    plan = model.ep_plan
+    plan = getattr(model, "ep_plan", {})  # Transformers before 5.19 has none
     return [
         m
         for name, m in model.named_modules()

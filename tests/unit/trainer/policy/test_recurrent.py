@@ -100,7 +100,9 @@ def test_each_sequence_of_a_pack_is_computed_as_if_it_were_alone(family: str) ->
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_no_sequence_of_a_pack_sees_another(family: str) -> None:
-    """With the first sequence's tokens replaced, the others' figures are the same bits; without rows they are not."""
+    """With the first sequence's tokens replaced, the others' figures are the same bits; without rows they are not,
+    unless Transformers refuses, as some families' layers do from 5.20 on.
+    """
     module = policy(family)
     batches = [batch_of(make_samples(first)) for first in (1, 2)]
     assert batches[0].rows == batches[1].rows
@@ -113,6 +115,10 @@ def test_no_sequence_of_a_pack_sees_another(family: str) -> None:
             module.rows = type(start).__new__(type(start))
             start.lengths = ()
             one, other = (logprobs_by_sample(module, batch)[1:] for batch in batches)
+        except ValueError as error:
+            if "can't keep packed sequences apart" not in str(error):
+                raise
+            return
         finally:
             module.rows = start
     assert max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True)) > 1e-4

@@ -224,7 +224,9 @@ def test_a_block_that_chooses_experts_by_itself_takes_routes() -> None:
     )
     config._attn_implementation = "eager"
     routers = find_routers(on_meta(config))
-    assert list(routers.values()) == ["model.layers.0.feed_forward", "model.layers.2.feed_forward"]
+    # From Transformers 5.24 on, the block's router chooses, as those of other families do
+    blocks = [name.removesuffix(".router") for name in routers.values()]
+    assert blocks == ["model.layers.0.feed_forward", "model.layers.2.feed_forward"]
     model = AutoModelForCausalLM.from_config(config)
     routing, used = Routing(model, routers), list[Tensor]()
     for layer in routers:
