@@ -1,7 +1,8 @@
-"""Workers that write down what keeps them from starting.
+"""Reports of the error that keeps a worker of an engine from starting.
 
-vLLM itself would say only that its core failed, below two tracebacks of forty lines; it does so
-where its log is set to INFO or DEBUG.
+At the log level ERROR, vLLM would say only that its engine core failed, and print two tracebacks of
+forty lines. So a worker writes its error to a file, which the process that starts the engine reads.
+At other log levels vLLM reports the error itself.
 """
 
 import os
@@ -11,9 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 START_ERROR = "HOTBUNK_START_ERROR"
-"""Environment variable of an engine's processes: the file for the reason why a worker does not
-start.
-"""
+"""The environment variable with the path of the file that a worker writes its error to."""
 
 _START = (
     "init_device",
@@ -27,8 +26,8 @@ W = TypeVar("W")
 
 
 def reporting_start_errors(worker: type[W]) -> type[W]:
-    """Decorate a subclass of a worker: an error in its start is written to the file of
-    `START_ERROR`, and ends it.
+    """Decorate a worker class, so that an error in one of its methods that start it is written to
+    the file that `START_ERROR` names, and ends the process with exit code 1.
     """
     for name in _START:
         setattr(worker, name, _reporting(getattr(worker, name)))
@@ -36,7 +35,7 @@ def reporting_start_errors(worker: type[W]) -> type[W]:
 
 
 def _reporting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method, changed to write down its error and end the process."""
+    """Return the method wrapped, so that an error is written to the file and ends the process."""
 
     @wraps(method)
     def reporting(*arguments: Any, **named: Any) -> Any:

@@ -1,13 +1,14 @@
-"""Level 5: samplers, which get the interface of `vllm.LLM` and all prompts of an engine's share at
-once.
+"""Samplers: code of the user's that answers all prompts of an engine's batch (level 5 in
+docs/rollouts.md).
 
-A sampler is called with `(llm, prompts, sampling_params)`, or has a `generate` method that is. It
-returns one result for each prompt: vLLM's `RequestOutput`, or a list of token ids. All of its calls
-are recorded: the trajectory of an answer begins where its conversation began, and all tokens that
-the sampler put between answers are masked.
+A sampler gets all prompts at once, and an object with the interface of `vllm.LLM`. It is called
+with `(llm, prompts, sampling_params)`, or has a method `generate` that takes these. It returns one
+result for each prompt: vLLM's `RequestOutput`, or a list of token ids. All calls that it makes of
+`llm` are recorded: the trajectory of an answer begins with the first prompt of its conversation,
+and all tokens that the sampler has put between answers are masked.
 
-A sampler that waits for all prompts before the next turn leaves the engine idle, which levels 2 to
-4 do not.
+A sampler that waits for all answers before it asks for the next turn leaves the engine partly idle.
+Levels 2 to 4 do not.
 """
 
 import asyncio
@@ -63,8 +64,8 @@ class OneShotRolloutSampler:
 class FnCallRolloutSampler:
     """A sampler of chats in which the policy may call functions.
 
-    Each of its calls of `llm.chat` is for all conversations that are still open. For another order,
-    derive a class and override `__call__`; `tools` are the schemas for the chat template.
+    It continues all open conversations with one call of `llm.chat` for each turn. To change this,
+    derive a class and override `__call__`, and pass `tools` to `llm.chat`.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class FnCallRolloutSampler:
         max_turns: int = 8,
         limits: ToolLimits | None = None,
     ) -> None:
-        """Make a sampler with typed functions (see level 2), or their names. Conversations have at
-        most `max_turns`.
+        """Make a sampler. `functions` are functions with typed parameters and a docstring, or their
+        import names. A conversation has at most `max_turns` answers.
         """
         loaded = [load(function) if isinstance(function, str) else function for function in functions]
         self._tools = tools_by_name(map(make_tool, loaded))
@@ -87,8 +88,8 @@ class FnCallRolloutSampler:
         return [tool.schema for tool in self._tools.values()]
 
     def __call__(self, llm: Any, prompts: Any, sampling_params: Any) -> "list[RequestOutput]":
-        """Return the last output of each conversation. Earlier outputs are in its trajectory as
-        well.
+        """Hold one conversation for each prompt, and return the last output of each. Its trajectory
+        contains the earlier outputs as well.
         """
         chats = [
             list(getattr(p, "messages", None) or [{"role": "user", "content": str(p)}]) for p in prompts
@@ -101,7 +102,7 @@ class FnCallRolloutSampler:
                 messages=chosen, sampling_params=sampling_params, use_tqdm=False, tools=self.tools
             )
             results |= zip(still_open, outputs, strict=True)
-            # Not inside a call
+            # An answer that was cut at its longest may have been cut inside a call: none is run.
             ended = [i for i in still_open if results[i].outputs[0].finish_reason == "stop"]
             calls = {i: parse_hermes(results[i].outputs[0].text) for i in ended}
             still_open = [i for i in calls if calls[i]]
@@ -117,8 +118,8 @@ class FnCallRolloutSampler:
     async def _replies(
         self, tokenizer: Any, asked: list[tuple[list[ToolCall], dict[str, float]]]
     ) -> list[list[Any]]:
-        """Run the calls of all conversations at once. Return the replies; errors become replies,
-        and are counted.
+        """Run the function calls of all conversations concurrently. Return, by conversation, the
+        text of each reply. An error becomes a reply, and is counted in the conversation's metrics.
         """
         runner = ToolRunner(self._limits, tokenizer)
         return list(
@@ -129,11 +130,12 @@ class FnCallRolloutSampler:
 def make_sampler(
     named: Any, kwargs: Mapping[str, Any] | None = None, recipe: Mapping[str, Any] | None = None
 ) -> Sampler:
-    """Return the sampler that a recipe names: an object of a class, made with `kwargs`; an object;
-    or a function.
+    """Return the sampler that a recipe names as a class, which is made with `kwargs`, as an object,
+    or as a function.
 
-    Raises ValueError where it can neither be called nor has a `generate` method. Where it has a
-    method `check_recipe`, that is called with the `recipe`, a mapping of sections, and may raise.
+    Calls the sampler's method `check_recipe`, if it has one, with `recipe`, a mapping of sections;
+    the method may raise. Raises ValueError if the sampler cannot be called and has no method
+    `generate`.
     """
     made = named(**(kwargs or {})) if isinstance(named, type) else named
     if kwargs and not isinstance(named, type):
@@ -214,7 +216,7 @@ async def sample_batch(
 def trajectories(returned: Any, batch: Sequence[PromptText], history: History) -> list[Trajectory]:
     """Return the trajectories of a sampler's results, one for each prompt of the batch. Raises
     ValueError where results are missing, too many, None, of an unknown type, or not sampled by the
-    policy.
+    policy in this rollout.
     """
     if returned is None or isinstance(returned, str | Mapping) or not hasattr(returned, "__len__"):
         raise ValueError(
@@ -240,8 +242,8 @@ def _trajectory(
     history: History,
     by_place: Mapping[tuple[int, int], PromptText],
 ) -> Trajectory:
-    """Return the trajectory of one result. `by_place` has the batch's prompts by prompt and sample
-    index.
+    """Return the trajectory of one result. `by_place`: (prompt index, sample index) -> prompt of
+    the batch. Raises ValueError, naming the result, if it does not fit its prompt.
     """
     if result is None:
         raise ValueError(f"the sampler returned None for prompt {index}")
@@ -262,8 +264,8 @@ def _trajectory(
         raise ValueError(
             f"the sampler's result {index} was not sampled as training asks: {wrong}; {remedy}"
         )
-    # Where an answer had no room, its prompt is too long to be trained on: the trajectory ends with
-    # the answer before.
+    # An answer is empty where its prompt left no room in the context. This prompt is too long to be
+    # trained on, so the trajectory ends with the answer before.
     done = joined(answer.chain if answer.token_ids or answer.parent is None else answer.parent.chain)
     if length is not None:
         for values in (done.response_ids, done.loss_mask, done.logprobs):
@@ -287,8 +289,9 @@ def _trajectory(
 
 
 def _answer_of(output: Any, history: History) -> tuple[Generation, int | None]:
-    """Return the answer of an output, and the length to which its trajectory is cut. Raises
-    ValueError.
+    """Return the recorded answer that an output stands for, and the number of response tokens to
+    cut its trajectory to (None: do not cut). Raises ValueError if the ids were not sampled in this
+    rollout.
     """
     if len(output.outputs) != 1:
         raise ValueError(
@@ -307,11 +310,11 @@ def _answer_of(output: Any, history: History) -> tuple[Generation, int | None]:
 
 
 def _answer_with(result: Any, index: int, history: History) -> tuple[Generation, int | None]:
-    """Return the answer that a list of ids stands for, and the length to which its trajectory is
-    cut.
+    """Return the recorded answer that a list of ids stands for, and the number of response tokens
+    to cut its trajectory to (None: do not cut).
 
     The ids are those of a conversation's last answer, or the beginning of all its ids after the
-    first prompt. Raises ValueError.
+    first prompt. Raises ValueError if the ids were not sampled in this rollout.
     """
     try:
         token_ids = [int(token) for token in result]

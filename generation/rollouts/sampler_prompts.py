@@ -1,7 +1,8 @@
-"""The prompts that a sampler (level 5) gets, and the requests that it makes.
+"""The prompts that a sampler gets, and the requests to vLLM that its calls become.
 
-Requests come in all forms that vLLM accepts. Where a prompt continues an earlier answer, only the
-new text is encoded.
+A sampler is code of the user's that answers all prompts of a batch (level 5 in docs/rollouts.md).
+It may pass prompts in all forms that vLLM accepts. Where a prompt continues an earlier answer, only
+the new text is encoded.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,14 +22,16 @@ Messages = list[dict[str, Any]]
 
 
 class PromptText(str):
-    """An entry of a sampler's `prompts`: the prompt's text, with its ids as an attribute.
+    """An entry of a sampler's `prompts`: the prompt's text, with its token ids and its row of the
+    dataset as attributes.
 
     Attributes: token_ids: the prompt's ids, with the chat template applied. prompt_index,
-        sample_index: the trajectory that begins with this prompt; each prompt occurs for every
-        sample. messages: the messages that the prompt was rendered from, or None. row: the
-        dataset's row. metrics: numbers about the trajectory by name, which the sampler may fill in.
-        decoded: the answer's text for reports and rewards, which the sampler may set; None: the
-        decoded ids. images, image_spans: as in `Trajectory`; the messages contain the images, too.
+        sample_index: the numbers of the prompt and of the sample; a prompt occurs in the batch once
+        for each of its samples. messages: the messages that the prompt was rendered from, or None.
+        row: the dataset's row. metrics: numbers about the trajectory by name, which the sampler may
+        fill in. decoded: the answer's text for reports and rewards, which the sampler may set;
+        None: the decoded ids. images, image_spans: as in `Trajectory`; the messages contain the
+        images, too.
     """
 
     token_ids: list[int]
@@ -68,7 +71,7 @@ class PromptText(str):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Prompt and sample index."""
+        """The indices of prompt and sample."""
         return self.prompt_index, self.sample_index
 
 
@@ -99,7 +102,9 @@ def prompt_batch(
 
 
 def _with_images(messages: Messages, images: Iterable[Image]) -> Messages:
-    """Return messages with images in the places that `split_images` has left for them."""
+    """Return copies of the messages, in which `images` fill the empty image parts that
+    `split_images` leaves.
+    """
     rest = iter(images)
 
     def filled(part: dict[str, Any]) -> dict[str, Any]:
@@ -115,8 +120,8 @@ def _with_images(messages: Messages, images: Iterable[Image]) -> Messages:
 
 @dataclass
 class Request:
-    """One prompt of a call, ready for the engine. `place`, `position` and `parent` are as in
-    `Generation`.
+    """One prompt of a sampler's call, encoded for the engine. `place`, `position` and `parent` are
+    as in `exact_ids.Generation`.
     """
 
     input: PromptInput
@@ -133,8 +138,8 @@ class Request:
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Turns a call's prompts into requests: finds the answers that they continue, and encodes the
-    new text.
+    """Turns the prompts of a sampler's call into requests: finds the earlier answers that they
+    continue, and encodes the text after these.
 
     `rules`: how images are treated; None: prompts have no images.
     """
@@ -146,7 +151,7 @@ class PromptReader:
     rules: ImageRules | None = None
 
     def requests(self, prompts: Any) -> list[Request]:
-        """Make requests of one or several prompts: texts, lists of ids, or dictionaries with
+        """Return the requests for one or several prompts: texts, lists of ids, or dictionaries with
         `prompt_token_ids` or `prompt`, and `multi_modal_data`.
         """
         one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
@@ -156,7 +161,7 @@ class PromptReader:
     def chat_requests(
         self, messages: Any, tools: Any, template_kwargs: Mapping[str, Any]
     ) -> list[Request]:
-        """Make requests of one or several conversations."""
+        """Return the requests for one or several conversations. Raises ValueError without any."""
         if not messages:
             raise ValueError("llm.chat needs messages: a conversation, or a list of them")
         chats = [messages] if isinstance(messages[0], Mapping) else messages
@@ -170,8 +175,8 @@ class PromptReader:
         return requests
 
     def _request(self, prompt: Any, position: int, place: tuple[int, int]) -> Request:
-        """Make a request of a prompt in any form. If it continues an answer, it begins with that
-        answer's ids.
+        """Return the request for a prompt in any form. If the prompt continues an answer, the
+        request begins with the ids of that answer and of its prompt.
         """
         sources: Any = []
         if isinstance(prompt, Mapping):
@@ -209,7 +214,7 @@ class PromptReader:
         tools: Any,
         kwargs: dict[str, Any],
     ) -> Request:
-        """Make a request of a conversation; only the messages after the last known answer are
+        """Return the request for a conversation. Only the messages after the last known answer are
         rendered.
         """
         images: tuple[Image, ...] = ()
@@ -258,8 +263,9 @@ class PromptReader:
         parent: Generation | None = None,
         special: bool = False,
     ) -> PromptInput:
-        """Return `start` with text appended. Where `start` ends with an answer, `parent`, the text
-        may repeat its end.
+        """Return `start` with text appended. If `start` ends with the answer `parent`, and both
+        this answer's end and the text's beginning are tokens that end a turn, the text's is left
+        out.
 
         `images` are empty, or those of `start` and then one for each placeholder in the text. With
         `special`, the tokenizer adds its special tokens.
@@ -281,7 +287,9 @@ class PromptReader:
     def _input_with(
         self, ids: list[int], parent: Generation | None, images: tuple[Image, ...]
     ) -> PromptInput:
-        """Return the input for ids that already have all placeholders of each image."""
+        """Return the input for ids in which each image already has one placeholder for each of its
+        features.
+        """
         if self.rules is None:
             return PromptInput(ids)
         begins = (p for p in self.batch if ids[: len(p.token_ids)] == p.token_ids)
@@ -293,8 +301,8 @@ class PromptReader:
             return start.followed_by(added, later, self.rules.processor.spans(added, later))
 
     def _checked(self, request: Request) -> Request:
-        """Return the request. Raises ValueError where its images, except those of the row, are too
-        large together.
+        """Return the request unchanged. Raises ValueError if its images, apart from those of the
+        dataset's row, are too large together.
         """
         if self.rules is not None:
             prompt_images = (
@@ -308,10 +316,11 @@ class PromptReader:
         return request
 
     def _place(self, position: int, width: int) -> tuple[int, int]:
-        """Return the place that decides the seed of a prompt that is not from the batch.
-
-        It is that of the batch's prompt at the same position, if the call has as many prompts as
+        """Return the indices (prompt, sample) that seed the sampling of a prompt that is not from
         the batch.
+
+        They are those of the batch's prompt at the same position, if the call has as many prompts
+        as the batch; else (-1 - position, 0).
         """
         return self.batch[position].place if width == len(self.batch) else (-1 - position, 0)
 
@@ -322,8 +331,8 @@ def _input_of(origin: PromptText | Generation) -> PromptInput:
 
 
 def _images_after(start: PromptInput, images: tuple[Image, ...]) -> tuple[Image, ...]:
-    """Return the images after those of `start`. Raises ValueError if `images` does not begin with
-    those.
+    """Return the images that follow those of `start`. Raises ValueError if `images` does not begin
+    with the images of `start`.
     """
     if images and images[: len(start.images)] != start.images:
         raise ValueError("a prompt's images must begin with those of the prompt that it continues")

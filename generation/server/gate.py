@@ -1,5 +1,5 @@
-"""The gate in front of vLLM's application: authenticates, checks and completes requests, and
-reports metrics.
+"""The gate in front of vLLM's web application. It authenticates requests, checks them, fills in
+what training requires of their sampling, and reports metrics.
 """
 
 import asyncio
@@ -55,7 +55,8 @@ TRAJECTORY_PATH = "/trajectories/"
 
 @dataclass(eq=False)
 class Gate:
-    """An ASGI application around vLLM's.
+    """The web application (ASGI) that the server runs. It passes requests on to vLLM's application,
+    `app`.
 
     `local` is True where the server listens on loopback. `requests` counts answered requests by
     path and status.
@@ -71,7 +72,9 @@ class Gate:
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one HTTP request; close a websocket at once. A refused request is answered with its
+        status and the reason.
+        """
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
@@ -139,8 +142,9 @@ class Gate:
         return path
 
     def _call(self, request: Request) -> ServedCall:
-        """Return the call of a request for answers, with the trajectory that its header or bearer
-        token names.
+        """Return the state of a request that asks for answers. It belongs to the trajectory whose
+        key is in the header `x-hotbunk-trajectory` or is the bearer token. Raises Refused where a
+        key may not be used.
         """
         token = _token(request)
         key = request.headers.get(KEY_HEADER, "")
@@ -161,7 +165,9 @@ class Gate:
         return ServedCall(self.settings.sampling, opens=key, totals=self.conversations.counts)
 
     async def _post(self, request: Request, send: Send) -> None:
-        """Check and complete the body, have vLLM answer it, and complete the answer."""
+        """Check a request's body and fill in missing fields, pass it to vLLM, and send vLLM's
+        answer with the fields that this server adds.
+        """
         path = request.scope["path"]
         call = ServedCall(None)
         if generates := path in ANSWERING:
@@ -186,7 +192,7 @@ class Gate:
         if path == RESPONSES:
             call.items = None if body.get("store") is False else items
             if isinstance(body.get("store", True), bool):
-                body["store"] = False  # vLLM stores nothing, since `AnswerSender` does
+                body["store"] = False  # `AnswerSender` stores the response, not vLLM
         if path in (RESPONSES, MESSAGES):
             call.find_exact = partial(self._exact_prefix, call=call)
         if path in (CHAT, TOKENIZE):
@@ -195,7 +201,7 @@ class Gate:
         if path == TOKENIZE and call.exact is not None:
             await self._tokenize(request, send, call.exact, body)
             return
-        # vLLM's request is without the fields that only this server understands.
+        # The request that vLLM sees lacks the fields that only this server understands.
         scope = dict(request.scope)
         raw = json.dumps(body).encode()
         headers = MutableHeaders(scope=scope)
@@ -220,8 +226,8 @@ class Gate:
         await answer.finish(error)
 
     async def _read(self, request: Request) -> bytes:
-        """Return the complete body. Raises Refused where it is too large, or its header says so, or
-        takes too long.
+        """Return the complete body. Raises Refused if it is too large, if its header says so, or if
+        it does not arrive in time.
         """
         seconds = self.settings.body_timeout_s
         rules = self.settings.image_rules
@@ -242,8 +248,8 @@ class Gate:
         return bytes(body)
 
     async def _exact_prefix(self, body: Body, call: ServedCall) -> KnownPrefix | None:
-        """Return the ids that the prompt must begin with, if any: the client's, or those that were
-        captured.
+        """Return the ids that the prompt must begin with, if any: those in the client's field
+        `required_prefix_token_ids`, or those of the trajectory's earlier answers.
         """
         wanted = body.get("required_prefix_token_ids")
         client_prefix = bodies.take_prefix(body, self.limits.vocabulary)
@@ -285,8 +291,8 @@ class Gate:
         await bodies.as_json(status, answer)(request.scope, request.receive, send)
 
     async def _answer(self, request: Request) -> Response:
-        """Return the answer to a request for metrics, or for one model, which vLLM's application
-        does not have.
+        """Return the response to a request for metrics or for one model. vLLM's application answers
+        neither.
         """
         if request.method not in ("GET", "HEAD"):
             raise Refused(405, f"{request.scope['path'][:80]} takes GET only")
@@ -341,8 +347,8 @@ class Gate:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def _ask(self, path: str, body: Body | None = None) -> tuple[int, Any]:
-        """Return the status and the JSON answer of vLLM's application to a request that this server
-        makes itself.
+        """Send a request of this server's own to vLLM's application. Return the status and the JSON
+        of the response.
         """
         method, content = ("GET", "") if body is None else ("POST", json.dumps(body))
         headers = {"content-type": "application/json"}
@@ -361,7 +367,7 @@ def _token(request: Request) -> str:
 
 
 def _equal(token: str, key: str) -> bool:
-    """Return True if both are equal. The time that it takes does not reveal how much of the token
-    is right.
+    """Return True if both are equal. The comparison takes equally long wherever they differ, so
+    that the key cannot be guessed piece by piece.
     """
     return hmac.compare_digest(token.encode(), key.encode())

@@ -1,12 +1,15 @@
-"""The sum W + scale · B A (arXiv 2106.09685, eq. 3), the same bits wherever it is made.
+"""The sum W + scale · B A of a weight and its low-rank adapter (LoRA, Hu et al. 2021,
+arXiv:2106.09685, equation 3), computed with the same bits in all processes.
 
-A rank makes it to stage a weight, to digest it and to save it, and a worker that reads the rank's
-shards makes it for itself. The last bit of a product depends on how many rows are multiplied, and
-by how many threads. So it is always the product of the same blocks of whole rows by one thread,
-whichever elements of them are asked for: only the weight's width decides how many rows are in one.
-Two other ways were weighed: r sums of outer products, element by element, whose bits nothing can
-change (2 r passes over a block), and ranks that add everything up in shared memory before workers
-read (a copy more, and as much memory as the weights).
+A training rank computes it to stage a weight, to digest it and to save it; a worker that reads the
+rank's shards computes it for itself. The last bit of a product depends on how many rows are
+multiplied at once, and on the number of threads. So the product is always computed in the same
+blocks of whole rows, by one thread, whichever of its elements are needed. The number of rows in a
+block depends on the weight's width alone.
+
+Two alternatives were rejected: r sums of outer products, element by element, whose bits never vary
+(2 r passes over a block), and sums that ranks write to shared memory before workers read them (one
+more copy, and as much memory as the weights).
 """
 
 from collections.abc import Callable, Iterator
@@ -16,12 +19,12 @@ from typing import NamedTuple
 import torch
 
 BLOCK = 1 << 18
-"""Elements of a product made at once: 1 MiB, which is still in a core's cache when it is added."""
+"""Elements of a block of the product: 1 MiB, still in a core's cache when it is added to W."""
 
 
 class Factors(NamedTuple):
-    """Both factors of a weight [out, in], whole: `a` [r, in] and `b` [out, r], float32, in memory
-    of their own.
+    """The factors of the adapter of a weight [out, in], unsharded: `a` [r, in] and `b` [out, r],
+    float32, which share memory with nothing else.
     """
 
     a: torch.Tensor
@@ -35,10 +38,12 @@ class Factors(NamedTuple):
         take: Callable[[int, torch.Tensor], None],
         wanted: Callable[[int, int], bool] = lambda first, count: True,
     ) -> None:
-        """Make the sums for the weight's elements [offset, offset + n), a block at a time. `values`
-        [n]: those of W, of any dtype, on any device. Padding behind the weight's end is left out.
-        `take`: gets the number of a block's first element and the sums, new and float32. `wanted`:
-        (first element, count) -> True if any of these elements are needed.
+        """Compute the sums for elements [offset, offset + n) of the weight, a block at a time.
+
+        `values` [n]: these elements of W, of any dtype, on any device; padding after the weight's
+        end is ignored. `take`: called with the number of a block's first element and the sums, a
+        new float32 tensor. `wanted`: (first element, count) -> True if any of these elements are
+        needed; other blocks are skipped.
         """
         width = self.a.shape[1]
         rows = max(BLOCK // width, 1)
@@ -62,7 +67,7 @@ class Factors(NamedTuple):
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Restrict torch on the CPU to one thread for the block."""
+    """Let torch use one CPU thread within the block."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,18 +1,21 @@
-"""Replacements, in a worker on a CPU, for features that vLLM has only on CUDA. An update can be
-followed without them.
+"""Replacements, in a worker on a CPU, for features of vLLM that exist only on CUDA. Weight updates
+work without them.
 
-`keep_weights_plain`: weights stay as they are loaded, so that they can be written in place and read
-back. Depending on the processor, vLLM packs those of linear layers for oneDNN, SGL's kernels or
-zentorch, and those of convolutions for a kernel of its own (vllm/model_executor/layers/utils.py,
-dispatch_cpu_unquantized_gemm); those of a mixture's experts for another
-(vllm/model_executor/layers/fused_moe/experts/cpu_moe.py, process_weights_after_loading).
+`keep_weights_plain`: weights stay in the layout in which they are loaded, so that updates can write
+them in place and read them back. vLLM packs them otherwise. Depending on the processor, it packs
+those of linear layers for oneDNN, SGL's kernels or zentorch, and those of convolutions for a kernel
+of its own (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm). It packs those of
+experts for another (vllm/model_executor/layers/fused_moe/experts/cpu_moe.py,
+process_weights_after_loading).
 
-`choose_with_biases`: routers without groups choose by sigmoid scores and correction biases.
+`choose_with_biases`: routers whose experts are not in groups choose by sigmoid scores and by
+correction biases.
 
-`RouteRecorder`: the routes of a mixture's tokens through its experts, as this worker computes them
-(runner V1). vLLM's own way of returning them needs runner V2, which CPUs do not have (0.32:
-vllm/config/vllm.py, _verify_aux_output_compatibility). Its routers tell their choices on CPUs as
-well (vllm/model_executor/layers/fused_moe/router/base_router.py, set_capture_fn).
+`RouteRecorder`: the experts that a mixture's routers have chosen for each token in this worker.
+vLLM itself returns them only from its model runner V2, which CPUs do not have (0.32:
+vllm/config/vllm.py, _verify_aux_output_compatibility). The recorder is for runner V1: routers
+report their choices there as well, also on CPUs
+(vllm/model_executor/layers/fused_moe/router/base_router.py, set_capture_fn).
 """
 
 from functools import partial, wraps
@@ -32,8 +35,8 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
 
 def keep_weights_plain() -> None:
-    """Keep the weights of models built from now on as they are loaded.
-    Experts with activations that `PlainExperts` lacks stay packed.
+    """Make models that are built from now on keep their weights in the layout in which they are
+    loaded. Experts with activations that `PlainExperts` lacks stay packed.
     """
     utils.dispatch_cpu_unquantized_gemm = _compute_plain
     kernels = unquantized.backend_to_kernel_cls
@@ -46,11 +49,11 @@ def keep_weights_plain() -> None:
 
 
 def choose_with_biases() -> None:
-    """Have routers without groups choose experts as routers with one group do, where scores are
-    sigmoids or have biases.
+    """Make routers whose experts are not in groups choose as if all experts were in one group,
+    where scores are sigmoids or have biases.
 
-    vLLM 0.32 refuses the former at the first token, and leaves the biases of a softmax out without
-    a word.
+    vLLM 0.32 refuses sigmoid scores at the first token, and ignores the biases of softmax scores
+    without an error.
     """
     build = CPURouter.__init__
 
@@ -68,13 +71,15 @@ def choose_with_biases() -> None:
 
 
 def _compute_plain(layer: Any, remove_weight: bool) -> None:
-    """Compute a layer from its weight as loaded, as vLLM does where it has no kernel for it."""
+    """Make a layer multiply by its weight in the layout in which it was loaded, as vLLM does where
+    it has no special kernel.
+    """
     layer.cpu_linear = linear
 
 
 class PlainExperts(CPUUnquantizedExperts):
-    """Experts by grouped products, as they are loaded: with gated SiLU, or with the clamped one of
-    gpt-oss.
+    """A mixture's experts as grouped matrix products over weights in the layout in which they are
+    loaded. The activation is a gated SiLU, or the clamped one of gpt-oss.
     """
 
     keeps_weights = True
@@ -85,8 +90,8 @@ class PlainExperts(CPUUnquantizedExperts):
 
     @staticmethod
     def is_supported_config(cls: Any, moe_config: Any, *arguments: Any) -> tuple[bool, str | None]:
-        """Say whether this kernel can be used, and if not, why. vLLM takes the first one that
-        can.
+        """Return True and None if this kernel can compute the experts, else False and the reason.
+        vLLM takes the first kernel of its list that can.
         """
         if moe_config.activation not in (MoEActivation.SILU, MoEActivation.SWIGLUOAI):
             return False, "kernel computes gated SiLU only"
@@ -95,7 +100,7 @@ class PlainExperts(CPUUnquantizedExperts):
         return CPUUnquantizedExperts.is_supported_config(cls, moe_config, *arguments)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Leave the weights as they are."""
+        """Do nothing, where vLLM's kernels pack the weights."""
 
     def apply(
         self,
@@ -112,11 +117,11 @@ class PlainExperts(CPUUnquantizedExperts):
     ) -> None:
         """Write the weighted sums of each token's experts to `output` [tokens, hidden].
 
-        `w1`: [experts, 2 × intermediate, hidden], see `_gated`; `w2`: [experts, hidden,
-        intermediate]; `topk_weights`, `topk_ids`: [tokens, k]; with `apply_router_weight_on_input`
-        the states come weighted.
+        `w1`: [experts, 2 × intermediate, hidden], gates and values in the order that `_gated`
+        reads; `w2`: [experts, hidden, intermediate]; `topk_weights`, `topk_ids`: [tokens, k]. With
+        `apply_router_weight_on_input`, `hidden_states` are already multiplied by the weights.
         """
-        order = topk_ids.flatten().argsort()  # by expert: each a row of a token
+        order = topk_ids.flatten().argsort()  # pairs of token and expert, sorted by expert
         ends = topk_ids.flatten().long().bincount(minlength=len(w1)).cumsum(0).int()
         experts = topk_ids.flatten()[order]
         gates = grouped_mm(hidden_states[order // topk_ids.shape[1]], w1.mT, offs=ends)
@@ -131,11 +136,12 @@ class PlainExperts(CPUUnquantizedExperts):
 
 
 def _gated(gates: Tensor, activation: MoEActivation) -> Tensor:
-    """Return the activations [n, intermediate] of gates and of the values they gate, [n, 2 ×
-    intermediate].
+    """Return the activations [n, intermediate] of `gates` [n, 2 × intermediate], which holds the
+    gates and the values that they gate.
 
-    All gates come first, except in gpt-oss, where the two alternate and are clamped at 7 (vLLM 0.32
-    and Transformers 5.19 have the same constants).
+    With SiLU, all gates come first. In gpt-oss gates and values alternate, and are clamped at 7;
+    the constants are the defaults of Transformers' `GptOssConfig` (`swiglu_alpha` and
+    `swiglu_limit`).
     """
     if activation == MoEActivation.SILU:
         gate, up = gates.chunk(2, dim=-1)
@@ -146,16 +152,17 @@ def _gated(gates: Tensor, activation: MoEActivation) -> Tensor:
 
 
 class RouteRecorder:
-    """Keeps the rows of the running and the latest requests, each a token's experts in all layers.
+    """Records which experts a mixture's routers have chosen, in a row [layers, top_k] for each
+    token of a running or recent request.
 
-    A row also lies where the token's keys and values lie in their cache, so that a request that
-    finds its prompt's beginning there, or comes back after it was preempted, has the rows of the
-    pass that computed those keys.
+    A row is also kept at the token's slot of the KV cache. A request whose prompt's beginning is in
+    the cache, or that continues after a preemption, does not compute these tokens again: their rows
+    are those of the pass that computed their keys and values.
     """
 
     def __init__(self, runner: Any, model: torch.nn.Module) -> None:
-        """Listen to the model's routers. Raises ValueError where there are none, or they tell
-        nothing.
+        """Register with the model's routers. Raises ValueError if the model has none, or if they do
+        not report their choices.
         """
         mixtures = [module for module in model.modules() if isinstance(module, MoERunner)]
         if not mixtures or not all(isinstance(mixture.router, BaseRouter) for mixture in mixtures):
@@ -169,7 +176,7 @@ class RouteRecorder:
         self.format = [layers, self.top_k, np.dtype(self.dtype).name]
         self._layers = layers
         self._runner = runner
-        self._chosen: dict[int, Tensor] = {}  # of the latest pass, by layer
+        self._chosen: dict[int, Tensor] = {}  # the experts chosen in the latest forward pass, by layer
         self._by_slot = np.zeros((0, layers, self.top_k), self.dtype)
         self._rows: dict[str, list[np.ndarray]] = {}
         for mixture in mixtures:
@@ -178,12 +185,12 @@ class RouteRecorder:
         runner.execute_model = self._execute_model
 
     def clear(self) -> None:
-        """Forget requests that nobody asked for."""
+        """Delete the rows of requests that `take` was not called for."""
         self._rows.clear()
 
     def take(self, request: str) -> bytes:
-        """Return the rows [tokens, layers, top_k] of a request that has ended, by the id it was
-        submitted under.
+        """Remove and return the rows [tokens, layers, top_k], as bytes, of a request that has
+        ended, by the id that it was submitted under; empty if there are none.
         """
         # vLLM adds eight characters to the id (vllm/v1/engine/input_processor.py,
         # assign_request_id).
@@ -198,8 +205,8 @@ class RouteRecorder:
         return result
 
     def _keep(self, scheduled: dict[str, int]) -> None:
-        """Store the rows of a pass, in which the requests' tokens follow one another in the batch's
-        order.
+        """Store the rows of a forward pass. `scheduled`: request -> the number of its tokens in the
+        pass, which follow one another in the order of the batch.
         """
         batch = self._runner.input_batch
         total = sum(scheduled.values())
@@ -224,6 +231,6 @@ class RouteRecorder:
             self._by_slot[slots[start:]] = rows[begin:end]
             kept = self._rows.setdefault(name, [])
             if sum(map(len, kept)) != start:
-                # New, or begun again: what is not computed now was found in the cache
+                # The request is new or was preempted: its first tokens come from the KV cache.
                 kept[:] = [self._by_slot[slots[:start]]]
             kept.append(rows[begin:end])

@@ -1,5 +1,5 @@
-"""The worker's end of the collective path: joining the group that weights are broadcast in, and
-receiving from it.
+"""A worker's end of updates by broadcast: it joins the group in which the trainer broadcasts
+weights, and receives them.
 """
 
 import os
@@ -39,16 +39,16 @@ class Rendezvous:
 
 
 class Membership:
-    """A worker's membership in a group, until `leave`; its `token` tells the group from others at
-    the same address.
+    """A worker's membership in a group, which lasts until `leave`. `token` distinguishes the group
+    from earlier and later ones at the same address.
     """
 
     def __init__(
         self, rendezvous: Rendezvous, device: torch.device, device_id: str, timeout: float
     ) -> None:
-        """Join. Return when all members are there and a first broadcast has arrived.
-        Raises SyncError: the group is another one than was described, or this rank in it is taken.
-        Raises TimeoutError: not all members came in time.
+        """Join the group. Return when all members are there and a first broadcast has arrived.
+        Raises SyncError if the trainer's group does not have this rank or this size, or if another
+        process has the rank. Raises TimeoutError if not all members came in time.
         """
         self.rendezvous = rendezvous
         self.store = GroupStore.at(rendezvous.ip, rendezvous.port, timeout)
@@ -63,7 +63,7 @@ class Membership:
             )
         except Exception as error:
             with suppress(GroupError):
-                if not self.store.has("go"):  # a stray cannot end a group that stands already
+                if not self.store.has("go"):  # a late process must not end a complete group
                     self.store.abort(
                         f"weights rank {rendezvous.rank} (pid {os.getpid()}) could not join: {error}"
                     )
@@ -104,7 +104,9 @@ class Membership:
         return rendezvous == self.rendezvous and str(now["token"]).encode() == self.token
 
     def leave(self, reason: str | None = None) -> None:
-        """Leave the group; with a reason, all others have to as well."""
+        """Leave the group. With a `reason`, end it for all members, who see the reason in their
+        errors.
+        """
         with suppress(GroupError):
             if reason is not None:
                 self.store.abort(reason)
@@ -112,8 +114,8 @@ class Membership:
 
 
 class BroadcastBuckets:
-    """The worker's half of `sharding.remote.broadcast.Broadcast`: two buffers like the trainer's,
-    filled in turn.
+    """The buffers in which a worker receives the buckets of `sharding.remote.broadcast.Broadcast`:
+    two, as the trainer has, so that one fills while the other is loaded.
     """
 
     ahead = True
@@ -132,23 +134,31 @@ class BroadcastBuckets:
         return membership.group
 
     def expect(self, message: dict[str, Any]) -> None:
-        """Begin the broadcast into the buffer, which holds nothing that is still needed."""
-        # On the trainer's type of device: gloo carries no device memory, and NCCL no other.
+        """Begin to receive the bucket that `message` announces, in the buffer that it names. The
+        bucket that was in this buffer has been loaded.
+        """
+        # The buffers are where the group's backend receives: in host memory for gloo, in device
+        # memory for NCCL.
         self._buffers = local_buffers(self._buffers, message["capacity"], self._worker.device)
         memory = self._buffers[message["buffer"]][: message["nbytes"] + STAMP_BYTES]
         self._works.append(self._group.start(memory))
 
     def finish(self, message: dict[str, Any]) -> None:
-        """Wait for the oldest broadcast, which is this bucket's."""
+        """Wait until the oldest broadcast under way, which is that of the bucket in `message`, is
+        over.
+        """
         self._group.wait(self._works.popleft(), f"broadcast of bucket {message['stamp']}")
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
+        """Wait for the bucket that `message` announced, and return its bytes. Raises SyncError if
+        the buffer holds another bucket.
+        """
         self.finish(message)
         return stamped_bucket(self._buffers[message["buffer"]], message)
 
     def close(self, reason: str | None = None) -> None:
-        """Release the buffers. With a reason the group ends for all: other members may wait in a
-        broadcast.
+        """Release the buffers. With a `reason`, leave the group and end it for all members, since
+        they may wait for this one in a broadcast.
         """
         self._buffers = []
         self._works.clear()
@@ -161,7 +171,9 @@ class BroadcastBuckets:
 
 
 class CollectiveCarrier(ChannelCarrier):
-    """An update from a `CollectiveSender`, whose messages come over the group's store."""
+    """The worker's end of an update by broadcast. Messages come through the group's store, and
+    buckets by broadcast.
+    """
 
     def __init__(self, worker: Any, membership: Membership, timeout: float) -> None:
         self._broadcasts = BroadcastBuckets(worker)
@@ -170,7 +182,9 @@ class CollectiveCarrier(ChannelCarrier):
         self.start(None, timeout)
 
     def leave(self, message: dict[str, Any]) -> None:
-        """Answer that this worker has left. The group stands, whatever became of the update."""
+        """Answer that this worker has left the update. It stays in the group, also after an update
+        that failed.
+        """
         self._broadcasts.close()
         self.answer(left=True)
 

@@ -55,10 +55,10 @@ def max_rl(rewards: Tensor) -> Tensor:
     """Return (reward - mean) / mean of the group: an estimate of the gradient of log(probability of
     success).
 
-    MaxRL, Tajwar et al. 2026 (arXiv:2602.02710), theorem 2 and its control variate: with rewards of
-    0 and 1 it averages over the successes alone, so a prompt counts more the rarer its successes
-    are. A group that has no successes, or only successes, gets exactly 0. Raises ValueError for a
-    negative reward. Returns [P, G], at least -1.
+    MaxRL, Tajwar et al. 2026 (arXiv:2602.02710), theorem 2 and its control variate. With rewards of
+    0 and 1, the gradient is averaged over the successes alone, so a prompt counts more the rarer
+    its successes are. A group that has no successes, or only successes, gets exactly 0. Raises
+    ValueError for a negative reward. Returns [P, G], at least -1.
     """
     if rewards.numel() and rewards.min() < 0:
         raise ValueError(
@@ -90,8 +90,9 @@ def moments(values: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return count, sum and sum of squares of values, to be added up over micro-batches and ranks
     for `whiten`.
 
-    Values and mask have the same shape, whichever it is; without a mask all values count. Returns
-    [3] float64, since in float32 the difference of two sums of squares would be lost.
+    Values and mask have the same shape, with any number of dimensions; without a mask all values
+    count. Returns [3] float64, since in float32 the difference of two sums of squares would be
+    lost.
     """
     counted = (
         values.detach().double().flatten() if mask is None else values.detach()[mask.bool()].double()
@@ -101,28 +102,29 @@ def moments(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor, total: Tensor, epsilon: float = EPSILON) -> Tensor:
-    """Return values minus their mean over the whole step, divided by their (population's) standard
-    deviation + epsilon.
+    """Return values minus their mean over the whole step, divided by their standard deviation +
+    epsilon.
 
     This is the global normalisation of REINFORCE++, Hu et al. 2025 (arXiv:2501.03262), which
     applies it to every token's reward-to-go or, in its baseline variant, to `group_relative(...,
     normalize_std=False)`. PPO applies it to its advantages. Values and mask have the same shape,
-    whichever it is; `total` [3] float64 is the sum of `moments` over everything that the step
-    trains on, over all ranks. The result is 0 everywhere if all values are equal.
+    with any number of dimensions; `total` [3] float64 is the sum of `moments` over all values of
+    the step, on all ranks. The standard deviation is the population's (divisor: the count). The
+    result is 0 everywhere if all values are equal.
     """
     count = total[0]
     mean = total[1] / total[0].clamp(min=1)
     square = total[2] / total[0].clamp(min=1)
     variance = square - mean.square()
-    if count == 0 or variance <= 1e-13 * square:  # so small a variance is the rounding of equal values
+    if count == 0 or variance <= 1e-13 * square:  # all values are equal, up to rounding
         return torch.zeros_like(values, dtype=torch.float32)
     white = (values.detach().double() - mean) / (variance.sqrt() + epsilon)
     return torch.where(mask.bool(), white, 0.0).float()
 
 
 def informative(rewards: Tensor) -> Tensor:
-    """Mark the groups whose rewards [P, G] are not all equal, [P] bool. All others have no
-    advantages.
+    """Mark the groups whose rewards [P, G] are not all equal, [P] bool. In the other groups every
+    advantage is 0.
 
     DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 11.
     """
@@ -170,10 +172,10 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     turns [B, K].
 
     R_t = r_t + gamma * R_(next unmasked position): masked positions neither carry rewards nor
-    discount them, so an outcome is worth the same to an earlier turn however long the tool's reply
-    between them is. Sutton and Barto 2018, equation 3.8. REINFORCE++'s token-level return
+    discount them, so the length of a tool's reply does not change what the outcome contributes to
+    an earlier turn. Sutton and Barto 2018, equation 3.8. REINFORCE++'s token-level return
     (arXiv:2501.03262) is this with gamma 1, applied to the outcome's reward (`at_sequence_end`)
-    plus the KL `penalty`. Rewards and result are [B, T], gamma is in 0..1.
+    plus the KL `penalty`. The result has the shape of the rewards; gamma is in 0..1.
     """
     trained = mask.bool()
     total = _accumulate(torch.where(trained, rewards.float(), 0.0), torch.where(trained, gamma, 1.0))
@@ -185,11 +187,11 @@ def turn_relative(
 ) -> Tensor:
     """Return a turn's return relative to the returns of the same turn in the group's other samples.
 
-    MT-GRPO, Zeng et al. 2025 (arXiv:2505.11821), for any number of turns. Mean and (population's)
-    standard deviation are over the samples that reach this turn; where their returns are all equal,
-    or there is only one, the result is exactly 0. `returns` [P, G, K] are those of `returns_to_go`;
-    `taken` [P, G, K] is 1 where the sample has this turn. The result [P, G, K] is put on tokens by
-    `spread_over_turns`.
+    MT-GRPO, Zeng et al. 2025 (arXiv:2505.11821), for any number of turns. The mean and the standard
+    deviation (the population's) are over the samples that reach this turn; where their returns are
+    all equal, or there is only one, the result is exactly 0. `returns` [P, G, K] are those of
+    `returns_to_go`; `taken` [P, G, K] is 1 where the sample has this turn. The result [P, G, K] is
+    put on tokens by `spread_over_turns`.
     """
     present = taken.bool()
     values = returns.float()
@@ -210,10 +212,10 @@ def gae(
 
     A_t = d_t + gamma * gae_lambda * A_next with the TD error d_t = r_t + gamma * V_next - V_t:
     Schulman et al. 2015 (arXiv:1506.02438), equations 11, 12 and 16. After the last trainable token
-    A and V are 0, also of a truncated answer. Rewards [B, T] are on trainable tokens. Values [B,
-    T], treated as constant, are at t the value of the state in which token t was sampled. Gives the
-    advantages, not whitened, and the returns (advantages + values), which are the critic's targets,
-    both [B, T].
+    A and V are 0, also of a truncated answer. Rewards [B, T] are on trainable tokens. Values [B, T]
+    are treated as constant; the one at t is the value of the state in which token t was sampled.
+    Returns the advantages, not whitened, and the returns (advantages + values), which are the
+    critic's targets, both [B, T].
     """
     trained = mask.bool()
     values = torch.where(trained, values.detach().float(), 0.0)
@@ -227,8 +229,8 @@ def gae(
 
 
 def teacher_relative(old_logprobs: Tensor, teacher_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Return the teacher's log-probability of a token minus the policy's: the estimate k1 of its
-    reverse KL with a minus sign.
+    """Return the teacher's log-probability of a token minus the policy's: the negative of `kl.k1`,
+    which estimates the reverse KL from the teacher.
 
     On-policy distillation: Agarwal et al. 2023 (arXiv:2306.13649); as an undiscounted advantage: Lu
     et al. 2025, "On-policy distillation" (thinkingmachines.ai/blog/on-policy-distillation). Returns
@@ -241,8 +243,8 @@ def _accumulate(values: Tensor, decay: Tensor) -> Tensor:
     """Compute out[t] = values[t] + decay[t] * out[t + 1] for [B, T], in log2(T) steps over whole
     tensors.
 
-    After each round out[t] sums over twice as many positions, and decay[t] is the factor over as
-    many.
+    Each round doubles the number of positions that values[t] sums over. decay[t] becomes the
+    product of the decays of these positions.
     """
     reach = 1
     while reach < values.shape[1]:

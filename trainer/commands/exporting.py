@@ -34,7 +34,8 @@ def export(checkpoint: Path, run: Path) -> Path:
     try:
         marker = (checkpoint / COMPLETE_MARKER).read_bytes()
         if kept.is_file() and kept.read_bytes() == marker:
-            # Otherwise a restarted run has reached this step again.
+            # It was exported from this very checkpoint. Another marker means that the run was
+            # restarted, and has reached the step a second time.
             return folder
         verify(checkpoint)
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -49,14 +50,15 @@ def export(checkpoint: Path, run: Path) -> Path:
 
 
 def _write_model(checkpoint: Path, config: TrainConfig, folder: Path) -> None:
-    """Write what the policy's `save_pretrained` would; weights that are not trained come from
-    `model.path`.
+    """Write the model's weights, its configuration and its tokenizer to `folder`, as the policy's
+    `save_pretrained` does. Weights that the checkpoint lacks, since they are not trained, are read
+    from `model.path`.
     """
     metadata = read_metadata(checkpoint)
 
     def value(name: str, shape: torch.Size) -> Tensor | None:
-        """Return the checkpoint's tensor of this name, or the initial value if the checkpoint has
-        none.
+        """Return the checkpoint's tensor of this name. If it has none: the start value of an
+        adapter's factor, or None, so that the weight is read from `model.path`.
         """
         entry = metadata.state_dict_metadata.get(f"policy.model.{name}")
         if not isinstance(entry, TensorStorageMetadata):
@@ -75,7 +77,7 @@ def _write_model(checkpoint: Path, config: TrainConfig, folder: Path) -> None:
     if config.lora.rank:
         add_adapters(model, config.lora, torch.float32, "meta")
     with warnings.catch_warnings(action="ignore"):
-        # Warnings here are about tensors that are not read from the files.
+        # It warns of tensors in `model.path` that it does not read, since the checkpoint has them.
         hf_format.load_sharded(model, source, torch.device("cpu"), value)
     hf_saving.save_pretrained(model, folder, dtype, source)
     load_tokenizer(config.model).save_pretrained(folder)

@@ -33,20 +33,22 @@ def launch(argv: Sequence[str]) -> None:
     arguments.
 
     A mistake in the recipe ends the process with the exit code of the check. The function returns
-    only for options that are answered without ranks, with the numbers of ranks there would be in
-    WORLD_SIZE and LOCAL_WORLD_SIZE. Raises UserError if one of the environment variables is wrong.
+    only if an option is answered without ranks (`--help`, `--dry-run`, `--check`). It has then set
+    WORLD_SIZE and LOCAL_WORLD_SIZE to the numbers of ranks that a run would have. Raises UserError
+    if one of the environment variables is wrong.
     """
     if forgotten := put_in_order():
         print(f"[hotbunk] {forgotten}", file=sys.stderr)
     _require_own_packages()
     for name in [name for name in os.environ if name.startswith("PET_")]:
-        # Options of torchrun, of another launcher
+        # Options of torchrun, set for another launcher than the one that this process becomes.
         del os.environ[name]
     count = _number("NPROC_PER_NODE", 1, 1024)
     nodes = _number("NNODES", 1, 100000)
     restarts = _number("RESTARTS", 0, 1000000)
     ranks = count if os.environ.get("NPROC_PER_NODE") else max(1, _count_gpus())
-    # The current folder may have a trainer, a generation or a sharding of its own
+    # Keeps Python from importing a package `trainer`, `generation` or `sharding` that happens to be
+    # in the current folder.
     os.environ["PYTHONSAFEPATH"] = "1"
     _set_default("OMP_NUM_THREADS", max(1, len(os.sched_getaffinity(0)) // ranks))
     if _WITHOUT_RANKS.intersection(argv):
@@ -55,9 +57,9 @@ def launch(argv: Sequence[str]) -> None:
     require_loopback()
     rendezvous = _rendezvous(nodes) if nodes > 1 else []
     _check(argv, nodes * ranks, ranks)
-    # Ranks that have not ended this long after SIGTERM are killed. They end themselves some seconds
-    # after checkpoint.grace_s, so torchrun must only not be faster. It is a variable because older
-    # torchruns lack the flag.
+    # torchrun kills ranks that have not ended so many seconds after SIGTERM. Ranks end themselves
+    # soon after checkpoint.grace_s, so torchrun has to wait longer. Older versions of torchrun have
+    # the environment variable, but not the option.
     _set_default("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600)
     launcher = ["trainer.run.supervisor", str(restarts)] if restarts else ["trainer.launcher"]
     per_node = ["--nproc-per-node", str(ranks)]
@@ -67,8 +69,8 @@ def launch(argv: Sequence[str]) -> None:
 
 
 def _require_own_packages() -> None:
-    """Raise UserError where PYTHONPATH names a folder whose packages this command's processes would
-    take for ours.
+    """Raise UserError if PYTHONPATH names a folder with a package `trainer`, `generation` or
+    `sharding` that Python would import instead of ours.
     """
     own = Path(__file__).resolve().parents[2]
     for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
@@ -84,8 +86,8 @@ def _require_own_packages() -> None:
 
 
 def _check(argv: Sequence[str], ranks: int, neighbours: int) -> None:
-    """Check the recipe in another process, so that a mistake is reported once; leaves with its exit
-    code if it fails.
+    """Check the recipe in another process, so that a mistake is reported once, and not by every
+    rank. If the check fails, end this process with its exit code.
 
     SIGHUP, SIGINT and SIGTERM end the check and this process.
     """
@@ -94,12 +96,12 @@ def _check(argv: Sequence[str], ranks: int, neighbours: int) -> None:
         sys.exit(128 + number)
 
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
             signal.signal(number, leave)
     here = os.getpid()
 
     def begin() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it through this process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends it through this process
         guardian.die_with(here)
 
     command = [sys.executable, "-m", "trainer", *argv, "--check"]
@@ -125,8 +127,8 @@ def _rendezvous(nodes: int) -> list[str]:
 
 
 def _number(name: str, least: int, most: int, default: int | None = None) -> int:
-    """Return the number in an environment variable; unset or empty, it is `default`, or without one
-    `least`.
+    """Return the whole number in an environment variable, or `default` (without one: `least`) if it
+    is unset or empty. Raises UserError if it is not in `least`..`most`.
     """
     text = os.environ.get(name) or str(least if default is None else default)
     if not re.fullmatch("0|[1-9][0-9]{0,6}", text) or not least <= int(text) <= most:
@@ -135,7 +137,7 @@ def _number(name: str, least: int, most: int, default: int | None = None) -> int
 
 
 def _set_default(name: str, value: int) -> None:
-    """Set an environment variable that is unset or empty."""
+    """Set an environment variable to `value` if it is unset or empty."""
     os.environ[name] = os.environ.get(name) or str(value)
 
 

@@ -46,7 +46,7 @@ class Outcome:
     """The end of one attempt, as reported by its launcher."""
 
     step: int = 0  # the step under way; 0 if unknown
-    kinds: Sequence[str] = ()  # class names of the exceptions by which ranks ended
+    kinds: Sequence[str] = ()  # class names of the exceptions that ended ranks
     reasons: Sequence[str] = ()  # lines of the launcher's summary
     saved: bool = False  # True if the attempt has written a checkpoint
     checkpoints: str = ""  # the folder of checkpoints; empty if the launcher died before it could report
@@ -54,10 +54,11 @@ class Outcome:
 
 
 def marks(checkpoints: Path) -> list[str]:
-    """Return a unique text for each complete checkpoint: its name and the digest of its marker.
+    """Return a text for each complete checkpoint that changes when it is written again: its name
+    and the digest of its marker file.
 
-    The marker lists the digests of all files. Times would not do, since the clocks of two machines
-    may differ.
+    The marker lists the digests of all files. Modification times are not compared, since the clocks
+    of two machines may differ.
     """
     # The import takes a second, which most runs need not wait for
     from trainer.config.resuming import COMPLETE_MARKER
@@ -102,13 +103,15 @@ def supervise(launcher: list[str], restarts: int, pause: Callable[[int], float] 
             return 128 + asked
         first = first if first.checkpoints else outcome
         if outcome.saved or (first.checkpoints and {*marks(Path(first.checkpoints))} - {*first.before}):
-            # Replaces the checkpoint that the first attempt resumed from
+            # From the newest checkpoint, not from the one that the first attempt resumed from.
             command = [*launcher, "--resume", "auto"]
     raise AssertionError("the last attempt has none left")
 
 
 def _why_not(code: int, outcome: Outcome, failures: int, where: str, left: int) -> str:
-    """Return the reason why a failed run is not started again; "" if it is."""
+    """Return a sentence that says why a failed run is not started again, or "" if it is started
+    again.
+    """
     if code in _ASKED:
         return "not started again: the run was asked to end"
     lasting = [kind for kind in outcome.kinds if kind in _LASTING]
