@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-# The formats that are read; some of Pillow's other ones start programs.
+# The formats that are read. Pillow has more, but starts programs to read some of them.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-# The bytes with which such files begin.
+# The bytes with which files of these formats begin.
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
-_MARK = re.compile("(<image>|<video>)")  # in the texts of verl's and LLaMA-Factory's rows
+_MARK = re.compile("(<image>|<video>)")  # placeholders in rows for verl or LLaMA-Factory
 _LONGEST_SOURCE = 100  # characters of an image's source in a sentence
-# pixels; Pillow's own limit (PIL.Image.MAX_IMAGE_PIXELS): a quarter of a GiB at 24 bits
+# The most pixels of any image, Pillow's default (PIL.Image.MAX_IMAGE_PIXELS): 1/4 GiB at 24 bits.
 _BOMB = 89_478_485
 
 ChatMessages = Sequence[Mapping[str, Any]]
@@ -44,8 +44,8 @@ count).
 
 @contextmanager
 def subject(name: str) -> Iterator[None]:
-    """Put `name` before the message of a ValueError raised in the block, which is a sentence
-    without its subject.
+    """Put `name` before the message of a ValueError raised in the block. Such a message is a
+    sentence without its subject, such as "is broken".
     """
     try:
         yield
@@ -200,7 +200,7 @@ def _decoded(data: bytes, limits: ImageLimits) -> "PIL.Image.Image":
     allowed = min(max(limits.max_pixels, limits.decoded) if resized else limits.max_pixels, _BOMB)
     try:
         with warnings.catch_warnings():
-            # The limit below is stricter
+            # Pillow only warns above its limit; the check below raises an error.
             warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)
             image: PIL.Image.Image = Pillow.open(io.BytesIO(data), formats=_FORMATS)
         pixels = image.width * image.height  # from the header: nothing has been decompressed yet
@@ -223,12 +223,12 @@ def _decoded(data: bytes, limits: ImageLimits) -> "PIL.Image.Image":
 
 
 def _eight_bits(image: "PIL.Image.Image") -> "PIL.Image.Image":
-    """Return a grey picture of more than 8 bits with 8, in which black and white are the same;
-    others as they are.
+    """Return an image of grey values with more than 8 bits as one with 8 bits, with the same black
+    and white; return any other image unchanged.
 
-    White is the largest number of 16 bits, and 1 or 255 for 32 bits. Raises ValueError, as
-    `Image.read`, if numbers of 32 bits are outside. Pillow's own conversion clips at 255
-    (https://github.com/python-pillow/Pillow/issues/3011).
+    White is 65535 for 16 bits. For 32 bits it is 1 if all values are at most 1, else 255. Raises
+    ValueError, as `Image.read` does, if values of 32 bits are below 0 or above white. Pillow's own
+    conversion clips at 255 (https://github.com/python-pillow/Pillow/issues/3011).
     """
     if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
         return image
@@ -259,7 +259,7 @@ def _png(image: "PIL.Image.Image") -> bytes:
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image of a dataset that is not kept in memory, but read again whenever it is needed.
+    """A dataset's image, which is not kept in memory, but read again whenever it is needed.
 
     Attributes:
         source: function that returns the image in a form that `Image.read` takes.
@@ -340,8 +340,8 @@ class ImageRules:
 
 
 class ImageProcessor:
-    """A model's processor of Transformers, which makes ids of text and images, and features of
-    images.
+    """A model's processor from Transformers: it turns text with images into token ids, and images
+    into the tensors that the model takes.
     """
 
     def __init__(
@@ -448,8 +448,8 @@ class ImageProcessor:
         return {name: value for name, value in inputs.items() if name not in unused}
 
     def _marked_of(self, size: tuple[int, int]) -> frozenset[int]:
-        """Return the places of marks among an image's tokens, such as ends of lines, which keep
-        their embeddings.
+        """Return the indices, among an image's tokens, of those that are not replaced by features,
+        such as the tokens for an end of a line.
         """
         of_images = set(self._processor.image_token_ids)
         if len(of_images) == 1:
@@ -459,8 +459,8 @@ class ImageProcessor:
         return frozenset(n for n, token in enumerate(tokens) if token != self._processor.image_token_id)
 
     def _replacement_of(self, size: tuple[int, int]) -> str:
-        """Return the text that replaces an image's placeholder. It depends on the size alone: a
-        blank image does.
+        """Return the text that replaces an image's placeholder. It depends on the image's size
+        alone, so it is made with a blank image.
         """
         from PIL import Image as Pillow
 

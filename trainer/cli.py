@@ -1,7 +1,7 @@
 """The command line of `hotbunk`, which imports torch only when a command needs it.
 
-`train` and `sft` run as one rank here: `hotbunk`, or `torchrun … -m trainer train RECIPE`, has
-started the ranks.
+`hotbunk train` and `hotbunk sft`, or `torchrun … -m trainer train RECIPE`, start one process for
+each rank; this module runs in each of them.
 """
 
 import argparse
@@ -41,8 +41,8 @@ from trainer.surroundings import put_in_order
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command (None: this process's arguments). Return the exit code; 2 is for mistakes of
-    the user.
+    """Run the command in `argv`, by default in this process's arguments. Return the exit code; 2
+    means a mistake of the user's.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     return _reporting(lambda: _naming_paths(lambda: _dispatch(words)))
@@ -70,7 +70,7 @@ def _dispatch(argv: list[str]) -> int:
             sys.stdout.reconfigure(errors="backslashreplace")  # for ASCII terminals and lone surrogates
     try:
         arguments = parse(argv or ["--help"])
-    except SystemExit:  # it has printed the help
+    except SystemExit:  # argparse has printed the help
         return 0
     command = arguments.command
     if command not in ("train", "sft"):
@@ -107,7 +107,7 @@ def _dispatch(argv: list[str]) -> int:
 
     def locked() -> int:
         if os.environ.get("RANK", "0") == "0":
-            lock.take(config.checkpoint.grace_s + 60)  # a run that was asked to end may take this long
+            lock.take(config.checkpoint.grace_s + 60)  # the folder's last run may be ending
         return _module(command).main(config, lock) or 0
 
     return processes.run(lambda: _reporting(locked))
@@ -145,10 +145,8 @@ def training_config(arguments: argparse.Namespace) -> TrainConfig:
 
 
 def check_inputs(config: TrainConfig, command: str) -> None:
-    """Load everything that a run needs before its weights: reward functions, tokenizer, prompts.
-    Raises UserError.
-
-    Builds the model without weights.
+    """Load what a run loads before the model's weights (reward functions, tokenizer, prompts), and
+    build the model without weights, to find mistakes. Raises UserError for the first.
     """
     from trainer.chat_template import end_tokens, unread_keys
     from trainer.data import check_token_ids, load_held_out, load_prompts, load_tokenizer
@@ -194,7 +192,8 @@ def check_inputs(config: TrainConfig, command: str) -> None:
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into those that override no key, and a `section.key=value` for each override.
+    """Split arguments into those that override no key of the recipe, and the overrides, each as
+    `section.key=value`.
 
     Overrides are given as `--section.key value` or `--section.key=value`.
     """
@@ -249,8 +248,8 @@ def value_meanings(field: FieldInfo) -> dict[str, str]:
 
 
 def _annotation(field: FieldInfo) -> Any:
-    """Return the type as it was written, since Pydantic splits an annotated type into type and
-    metadata.
+    """Return a field's type as the source has it. Pydantic's own record splits an annotated type
+    into the type and its metadata.
     """
     return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
 
@@ -293,7 +292,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(chosen: str) -> argparse.ArgumentParser:
-    """Build the parser, with the arguments of the chosen command and the names of all commands."""
+    """Build the parser of the command line. It knows the names of all commands, but only the
+    arguments of the `chosen` one.
+    """
     parser = _Parser(
         prog="hotbunk", description="Reinforcement learning of language models on shared GPUs."
     )
@@ -329,11 +330,11 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
 
 
 def _commands() -> dict[str, str]:
-    """Return the commands besides train and sft, with their summaries: the files in
-    trainer/commands with arguments.
+    """Return the commands besides train and sft, with their summaries: the modules in
+    trainer/commands that define arguments.
 
-    A summary is the first line of its file. Files are read, not imported, so that `hotbunk --help`
-    answers quickly.
+    A summary is the first line of the module's docstring. Modules are read, not imported, so that
+    `hotbunk --help` answers quickly.
     """
     files = sorted(Path(__file__).with_name("commands").glob("*.py"))
     texts = {path.stem: path.read_text("utf-8") for path in files}
@@ -351,11 +352,11 @@ def _module(command: str) -> ModuleType:
 
 
 def _reporting(action: Callable[[], int]) -> int:
-    """Run `action` and return its exit code; a UserError is printed, once on each machine, and its
-    code is 2.
+    """Run `action` and return its exit code. A UserError is printed, once on each machine, and its
+    exit code is 2.
 
     The UserError may also be the cause of the exception that a collective has raised on all ranks.
-    Code of the user's that ends the process is reported in the same way.
+    An exit that the user's own code asks for (`sys.exit`) is reported in the same way.
     """
     try:
         return action()
@@ -369,7 +370,7 @@ def _reporting(action: Callable[[], int]) -> int:
             raise
         processes.leave_word("UserError", str(error))
         if not re.fullmatch("0*[1-9][0-9]{0,5}", os.environ.get("LOCAL_RANK", "0")):
-            # 0, or not a number
+            # This is the machine's first rank, or no rank at all.
             for line in str(error).splitlines():
                 print(f"hotbunk: {line}", file=sys.stderr)
         return 2

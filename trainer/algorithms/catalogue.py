@@ -1,14 +1,14 @@
-"""Records of the functions that a recipe chooses by name: each says what the function needs and
-what its name means.
+"""Records of the functions that a recipe chooses by name: advantages, losses, estimators of KL, and
+ways to aggregate. A record holds the function and facts about it.
 
 The parameters of a function have the names of their arguments: tensors of the step, and keys of the
-recipe's section `algorithm`. Its signature therefore says what it needs (a function that takes
-`values` needs a critic), and the record answers questions about it. The tables of records are at
-the end of `advantages`, `losses`, `kl` and `aggregation`. A function of the user's, `pkg.mod:fn` or
+recipe's section `algorithm`. So the signature says what the function needs (one that takes `values`
+needs a critic), and the record answers questions about it. The tables of records are at the end of
+`advantages`, `losses`, `kl` and `aggregation`. A user's function, named as `pkg.mod:fn` or
 `file.py:fn`, has a record like any other.
 
-Recipes are checked by the records without importing torch, although each record stands beside its
-function: those modules take `torch` from here, which is imported when a function first computes.
+A recipe is checked with the records, without importing torch. The modules with the functions
+therefore take the name `torch` from here, which imports torch when a function first computes.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Record:
 
     function: Callable[..., Any]
     meaning: str  # one line for --help
-    source: str = ""  # of a user's function: the key and the name, with which its errors begin
-    OFFERED: ClassVar[tuple[str, ...]] = ()  # the tensors that it may take
-    # The tensors that it returns, in words; `outputs` is their number
+    source: str = ""  # key and name of a user's function, for errors; else empty
+    OFFERED: ClassVar[tuple[str, ...]] = ()  # the tensors that such a function may take
+    # The tensors that such a function returns, for errors; `outputs` is their number
     RETURNS: ClassVar[str] = "a tensor"
 
     @cached_property
@@ -60,11 +60,12 @@ class Record:
 
     @property
     def offered(self) -> tuple[str, ...]:
-        """The tensors that it may take."""
+        """The tensors that this function may take."""
         return self.OFFERED
 
     @property
     def outputs(self) -> int:
+        """The number of tensors that the function returns."""
         return 1
 
     def takes(self, name: str) -> bool:
@@ -93,10 +94,11 @@ class Record:
                 )
 
     def __call__(self, keys: Mapping[str, Any], **tensors: Tensor | None) -> Any:
-        """Call the function with those of `tensors` and `keys` that it takes; None leaves a default
-        in force.
+        """Call the function with those of `tensors` and `keys` that it takes. An argument of None
+        is left out if the parameter has a default.
 
-        Raises UserError for whatever a user's function does wrong.
+        Raises UserError if a user's function raises an error, or returns tensors of a wrong number
+        or shape, without a gradient, or not finite.
         """
         arguments = {name: tensors.get(name, keys.get(name)) for name in self.parameters}
         arguments = {
@@ -170,26 +172,29 @@ class Advantage(Record):
 
     @property
     def offered(self) -> tuple[str, ...]:
-        """The tensors that it may take; without a mask only rewards."""
+        """The tensors that this function may take: without a parameter `mask`, only rewards."""
         return self.OFFERED if self.by_token else ("rewards",)
 
     @property
     def outputs(self) -> int:
+        """The number of tensors that the function returns: advantages, and with a critic also
+        returns.
+        """
         return 1 + self.takes("values")
 
     @property
     def by_token(self) -> bool:
-        """True if it works on tokens instead of the answers of a group."""
+        """True if the function works on tokens instead of the answers of a group."""
         return self.takes("mask")
 
     @property
     def compares(self) -> bool:
-        """True if it compares the answers to one prompt with each other."""
+        """True if the function compares the answers to one prompt with each other."""
         return self.takes("rewards") and not self.by_token
 
     @property
     def by_turn(self) -> bool:
-        """True if each turn can have rewards of its own."""
+        """True if the function can take a separate reward for each turn."""
         return self.takes("rewards") and (self.by_token or self.turns)
 
 
@@ -197,19 +202,20 @@ class Advantage(Record):
 class Loss(Record):
     """A policy-gradient loss per token, [B, T] like all its inputs."""
 
-    # Its bounds are a band of ratios around 1, with which the gap between engine and trainer is
-    # compared
+    # True if the loss clips the ratio to a band around 1. Metrics then count the tokens whose ratio
+    # between trainer and engine is outside of this band.
     band: bool = False
     OFFERED = ("log_ratio", "logprobs", "old_logprobs", "advantages", "mask")
     RETURNS = "a loss and a mask of the tokens it has bounded, both of the shape of its inputs"
 
     @property
     def outputs(self) -> int:
+        """The number of tensors that the function returns: a loss, and a mask of bounded tokens."""
         return 2
 
     @property
     def has_ratios(self) -> bool:
-        """True if it uses the ratio of the policy to the old policy."""
+        """True if the loss uses the ratio of the policy to the old policy."""
         return self.takes("log_ratio") or self.takes("old_logprobs")
 
 

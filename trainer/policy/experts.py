@@ -1,22 +1,22 @@
-"""Experts in parallel: each rank of a group has some of a mixture's experts, and tokens travel to
-them and back.
+"""Expert parallelism: each rank of a group computes some of a mixture's experts. Tokens are sent to
+the ranks of their experts, and the results back.
 
-Dense weights are sharded over all ranks. Of eight experts on four ranks with
+Dense weights are sharded over all ranks. With eight experts, four ranks and
 `policy.expert_parallel: 2`, the mesh is
 
     rank                        0      1      2      3
     experts that it computes    0–3    4–7    0–3    4–7
     experts that it holds       0–1    4–5    2–3    6–7
 
-Its dimensions are [efsdp, ep], of which ep is the faster one, as in Transformers, whose exchange
-asks for a last one of tensor parallelism: its size is 1. FSDP2 shards experts over the ranks that
-compute the same ones.
+Its dimensions are [efsdp, ep], and consecutive ranks differ in ep, as in Transformers, whose
+exchange asks for a last dimension of tensor parallelism: its size is 1. FSDP2 shards experts over
+the ranks that compute the same ones.
 
-The plan, the split and the exchange of tokens are Transformers' own (`ep_dispatch_experts` in
-transformers/distributed/tensor_parallel.py). Its `from_pretrained` is not, since in 5.19 it refuses
-experts in parallel without tensor parallelism (`prepare_distribute_model` in
-transformers/distributed/mixin.py), and the policy is built on meta, sharded, and loaded in float32
-by code of its own.
+Transformers provides the plan of which modules to split, the split, and the exchange of tokens
+(`ep_dispatch_experts` in transformers/distributed/tensor_parallel.py). Its `from_pretrained` is not
+used: in 5.19 it refuses expert parallelism without tensor parallelism (`prepare_distribute_model`
+in transformers/distributed/mixin.py). The policy is built on the meta device, sharded, and loaded
+in float32 by code of this project.
 """
 
 from functools import lru_cache
@@ -41,8 +41,8 @@ DISPATCH = "ep_dispatch_experts"
 
 
 def dispatched_experts(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules with experts that Transformers' plan for this model splits; empty if it
-    has no such plan.
+    """Return the modules of experts that Transformers' plan splits for this model; empty if
+    Transformers has no plan for it.
     """
     plan = getattr(model, "ep_plan", {})  # Transformers before 5.19 has none
     return [
@@ -67,11 +67,11 @@ def require_experts(model: PreTrainedModel) -> None:
 
 
 def split_experts(model: PreTrainedModel, size: int, replicas: int, device: str) -> DeviceMesh:
-    """Split the experts of a model on meta over groups of `size` ranks, and have their forward
-    exchange tokens.
+    """Split the experts of a model on the meta device over groups of `size` ranks, and add the
+    exchange of tokens to their forward passes.
 
-    Returns the mesh for FSDP2: the ranks that hold parts of the same experts, in `replicas` of the
-    model. Collective.
+    Returns the mesh over which FSDP2 shards experts: the ranks that compute the same ones, of
+    `replicas` copies of the model. Collective.
     """
     try:  # Transformers 5.21 has moved this function
         from transformers.distributed.expert_parallel import apply_expert_parallelism

@@ -1,8 +1,8 @@
-"""Low-rank adapters by PEFT: in W + scale · B A, W stays as on disk, and B and A are trained (arXiv
-2106.09685).
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) by PEFT: of W + scale · B A, only B
+and A are trained.
 
-Adapters are injected into the Transformers model itself, so the rest of the code works as without
-them; only names differ:
+Adapters are injected into the Transformers model itself, so only names differ for the rest of the
+code:
 
     in memory         model.layers.0.self_attn.q_proj.base_layer.weight
                       model.layers.0.self_attn.q_proj.lora_A.default.weight
@@ -49,7 +49,7 @@ def add_adapters(
     else.
 
     The adapters have no values yet; `start_value` gives their first ones. Raises UserError if a
-    name matches no module, or a module that is not a linear layer of the trunk.
+    name matches no module, or one that is not a linear layer of the language model.
     """
     from peft import inject_adapter_in_model  # an extra, and slow to import
 
@@ -66,7 +66,7 @@ def add_adapters(
             )
     try:
         config = peft_config(lora, targets, exclude=list(vision_modules(model)))
-        inject_adapter_in_model(config, model, low_cpu_mem_usage=True)  # on meta
+        inject_adapter_in_model(config, model, low_cpu_mem_usage=True)  # without memory for values yet
     except ValueError as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"lora.target_modules does not fit {type(model).__name__}: {reason}") from error
@@ -87,8 +87,8 @@ def add_adapters(
 
 
 def left_out(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
-    """Return a sentence for each reason for which `all-linear` leaves layers of this model, still
-    without adapters, out.
+    """Return one sentence for each reason for which `all-linear` leaves out layers of this model.
+    The model has no adapters yet.
     """
     unfit = _unfit_names(model, lora) if lora.target_modules == "all-linear" else {}
     sentences = []
@@ -118,13 +118,14 @@ def _unfit_names(model: PreTrainedModel, lora: LoraConfig) -> dict[str, str]:
         config = peft_config(lora, [name])
         try:
             convert_peft_config_for_transformers(config, model, None)
-        except ValueError:  # it takes several names, or none
+        except ValueError:  # PEFT maps this name to several, or to none
             config.target_modules = []
         if name not in config.target_modules:
             unfit[name] = "PEFT takes them for the names of experts, which are fused"
     for mixer in model.modules():
         if {"A_log", "D"} <= mixer._parameters.keys():
-            # These are Mamba's; PEFT refuses some names in some of its models.
+            # A mixer with these parameters is Mamba's. PEFT itself refuses its layers only by some
+            # names.
             names = [
                 name
                 for name, part in mixer.named_children()
@@ -179,10 +180,10 @@ def start_value(name: str, shape: torch.Size, seed: int) -> Tensor | None:
 
 
 def first_values(lora: LoraConfig) -> Callable[[str, torch.Size], Tensor | None]:
-    """Return the function (name, shape) -> first value of an adapter's factor: that in lora.start,
-    or `start_value`.
+    """Return a function (name, shape) -> first value of an adapter's factor, from the adapter in
+    lora.start, or else from `start_value`.
 
-    It returns None for other parameters.
+    The function returns None for other parameters.
     """
     if lora.start is None:
         return partial(start_value, seed=lora.seed)
@@ -195,10 +196,10 @@ def first_values(lora: LoraConfig) -> Callable[[str, torch.Size], Tensor | None]
 
 
 def require_start(model: PreTrainedModel, start: Path, base: str) -> None:
-    """Raise UserError unless the adapter in `start` has the factors of this model, which has
-    adapters, and no others.
+    """Raise UserError unless the adapter in the folder `start` has exactly the factors that this
+    model's adapters have.
 
-    Names the model that the adapter was trained on in a line where that is not `base`.
+    Prints the name of the model that the adapter was trained on, if it is not `base`.
     """
     stored = adapter_tensors(start)
     theirs = adapted_layers(stored)
@@ -236,9 +237,7 @@ def factors(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def low_rank(model: nn.Module) -> dict[str, LowRank]:
-    """Return the adapter of each weight, by the weight's name in memory; empty for a model without
-    adapters.
-    """
+    """Return the adapter of each adapted weight, by the weight's name in memory."""
     adapters = {}
     for path, layer in _adapted(model).items():
         a = layer.lora_A[ADAPTER].weight
@@ -283,7 +282,7 @@ class BaseOfPolicy:
 
     @property
     def work(self) -> Work:
-        """The work of the policy, which includes that of its base."""
+        """The policy's record of work, in which the passes of its base are counted as well."""
         return self._policy.work
 
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:

@@ -1,4 +1,6 @@
-"""One vLLM engine with NeMo RL's asynchronous methods, for batches padded on the right."""
+"""One vLLM engine with the asynchronous methods of NeMo RL's vLLM workers. Its batches are padded
+on the right.
+"""
 
 import asyncio
 import itertools
@@ -20,9 +22,7 @@ from generation.server import OpenAIServer, ServerSettings
 
 
 class VllmAsyncGenerationWorker(Engine):
-    """An `Engine` that generates for batches and receives weights through methods with NeMo RL's
-    names.
-    """
+    """An `Engine` with NeMo RL's methods, which generate for batches and receive weight updates."""
 
     def __init__(
         self,
@@ -31,7 +31,8 @@ class VllmAsyncGenerationWorker(Engine):
         fraction_of_gpus: float = 1.0,
         seed: int | None = None,
     ) -> None:
-        """Make a worker, which `post_init_async` starts. Raises ValueError naming a wrong key.
+        """Prepare a worker; `post_init_async` starts its engine. Raises ValueError naming a wrong
+        key of the configuration.
 
         Args: config: the configuration of the engine and of sampling. bundle_indices: the devices
             of all workers of the engine; see `engine_settings`. fraction_of_gpus: with
@@ -45,11 +46,12 @@ class VllmAsyncGenerationWorker(Engine):
         # Started by `post_init_async`, if the configuration has one
         self.server: OpenAIServer | None = None
         self._expose_http_server = config["vllm_cfg"].get("expose_http_server", False)
-        self._calls = itertools.count()  # seeds depend on the number of the call
+        self._calls = itertools.count()  # numbers the calls of `generate…`, for seeds
 
     async def post_init_async(self) -> None:
-        """Start the engine, unless it runs. Then read the workers' devices, adopt loaded weights as
-        version 0, and start the server.
+        """Start the engine, unless it runs. Then store the workers' devices in `device_ids`, call
+        the weights version 0 if they came from the checkpoint, and start the server if the
+        configuration has one.
         """
         if self.is_closed:
             await self.start()
@@ -66,8 +68,8 @@ class VllmAsyncGenerationWorker(Engine):
         return None if self.server is None else self.server.base_url
 
     async def answer(self, row: Row, greedy: bool, call: int) -> Generation:
-        """Generate one sample of a batch. Its seed depends on the engine's seed, `call` and the
-        index in the batch.
+        """Generate the answer to one row of a batch. Its seed depends on the engine's seed, on the
+        number of the `call`, and on the row's index.
 
         Returns a completion with `error` set where the request fails. Raises where the engine is
         dead or in the wrong state.
@@ -84,8 +86,8 @@ class VllmAsyncGenerationWorker(Engine):
         return Generation([], [], "error", f"vLLM ended the request with {completion.finish_reason!r}")
 
     async def answer_text(self, row: Row, greedy: bool, call: int) -> tuple[str, str]:
-        """Generate for `row.text` as `answer` does. Return the response and the error, one of which
-        is empty.
+        """Generate the answer to `row.text` as `answer` does. Return its text and the error; one of
+        both is empty.
         """
         tokenizer = self.llm.get_tokenizer()
         # vLLM leaves out a character that is incomplete at the end of an answer
@@ -94,7 +96,7 @@ class VllmAsyncGenerationWorker(Engine):
         return tokenizer.decode(completion.token_ids, skip_special_tokens=True), completion.error
 
     def _sampling(self, stop: list[str], greedy: bool) -> SamplingSettings:
-        """Return this worker's settings, with the stop strings of a sample added."""
+        """Return this worker's sampling settings, with the stop strings of one row added."""
         if (stop or self.sampling.stop) and self.settings.extra.get("skip_tokenizer_init"):
             raise ValueError(
                 "stop strings need the tokenizer: set vllm_cfg.skip_tokenizer_init to false"
@@ -105,8 +107,8 @@ class VllmAsyncGenerationWorker(Engine):
     async def generate_async(
         self, data: Prompts, greedy: bool = False
     ) -> AsyncIterator[tuple[int, Responses]]:
-        """Yield (place in the batch, output without padding) as responses are ready; nothing for an
-        empty batch.
+        """Yield (index in the batch, output without padding) in the order in which answers end;
+        yield nothing for an empty batch.
 
         Raises ValueError for a batch that is not right-padded or lacks a key, and EngineStateError
         where the engine is asleep or has no weights.
@@ -121,11 +123,11 @@ class VllmAsyncGenerationWorker(Engine):
     async def generate_text_async(
         self, data: Texts, greedy: bool = False
     ) -> AsyncIterator[tuple[int, Texts]]:
-        """Yield (place in `data["prompts"]`, {"texts": [response], "errors": [""]}) as responses
-        are ready.
+        """Yield (index in `data["prompts"]`, {"texts": [response], "errors": [""]}) in the order in
+        which answers end.
 
-        `stop_strings` in the batch are by sample. A response includes the stop string that ended
-        it.
+        `stop_strings` of the batch hold a list for each prompt. A response includes the stop string
+        that ended it.
         """
         rows = batch.text_rows(data, not self.settings.extra.get("skip_tokenizer_init"))
         call = next(self._calls)
@@ -156,8 +158,8 @@ class VllmAsyncGenerationWorker(Engine):
             await self.sleep(level)
 
     async def wake_up_async(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory called `tags`, by default all of it, unless it is allocated
-        already.
+        """Allocate the memory with these `tags` ("weights", "kv_cache"), by default all, unless it
+        is allocated already.
         """
         held = {Memory.AWAKE: {"weights", "kv_cache"}, Memory.WEIGHTS: {"weights"}}.get(
             self.state.memory, set()
@@ -182,8 +184,8 @@ class VllmAsyncGenerationWorker(Engine):
         )
 
     async def prepare_refit_info_async(self, state_dict_info: Mapping[str, tuple[Any, Any]]) -> None:
-        """Announce the weights of every further update: name -> (shape, dtype). An empty mapping
-        cancels that.
+        """Announce the weights that every later update has: name -> (shape, dtype). An empty
+        mapping withdraws the announcement.
         """
         announced = state_dict_info.items()
         plain = {
@@ -215,16 +217,17 @@ class VllmAsyncGenerationWorker(Engine):
     async def update_weights_from_collective_async(
         self, timeout_s: float = 300.0, version: int | None = None
     ) -> bool:
-        """Receive one update by broadcast, in the group of `init_collective_async`; otherwise as
-        the update by IPC.
+        """Receive one update by broadcast, in the group of `init_collective_async`. Arguments and
+        errors are those of `update_weights_via_ipc_zmq_async`.
         """
         return bool(await self.receive("update_weights_from_collective", timeout_s, version=version))
 
     async def load_weights_from_storage_async(
         self, path: str, timeout_s: float = 300.0, version: int | None = None, num_threads: int = 1
     ) -> bool:
-        """Load the latest complete update in a folder (`sharding.remote.storage`); otherwise as the
-        update by IPC. Each worker reads `num_threads` buckets at a time.
+        """Load the latest complete update in a folder that `sharding.remote.storage` has written.
+        Arguments and errors are those of `update_weights_via_ipc_zmq_async`. Each worker reads
+        `num_threads` buckets at a time.
         """
         return bool(
             await self.receive(
@@ -240,6 +243,6 @@ class VllmAsyncGenerationWorker(Engine):
         self.server = None
         if server is not None:
             await server.stop()
-        # On another thread, since it waits for a task of this event loop
+        # On another thread, since stopping waits for a task of this event loop.
         await asyncio.to_thread(self.close)
         return True

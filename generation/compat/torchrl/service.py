@@ -1,8 +1,8 @@
-"""`AsyncVLLM`: several engines behind one blocking `generate`, in local processes or Ray actors
-outside the trainer.
+"""TorchRL's interface `AsyncVLLM`: several engines behind one blocking method `generate`. The
+engines run in local processes, or in Ray actors.
 
-Prefix caching is on unless `enable_prefix_caching=False` is among the engine's arguments. The cache
-is emptied after every weight update.
+Prefix caching is on unless `enable_prefix_caching=False` is among the engine's arguments. The
+prefix cache is emptied after every weight update.
 """
 
 import logging
@@ -47,10 +47,10 @@ class AsyncVLLM(WeightUpdates):
     """A service of engines of one model. It is a context manager, and may be used from several
     threads.
 
-    `weight_version` is the version of the weights that answer now, 0 for the checkpoint's; each
-    output carries the version it was sampled with. TorchRL's `vLLMWrapper` looks for a class
-    `AsyncVLLM` of a TorchRL module, and its `vLLMUpdaterV2` for an `RLvLLMEngine`; if TorchRL was
-    imported before, a service is both.
+    `weight_version` is the version of the engines' current weights, 0 for the checkpoint's; each
+    output carries the version it was sampled with. TorchRL's `vLLMWrapper` accepts only a class
+    `AsyncVLLM` from a TorchRL module, and its `vLLMUpdaterV2` only a subclass of `RLvLLMEngine`. If
+    TorchRL was imported before this object is made, it passes as both.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
@@ -70,7 +70,7 @@ class AsyncVLLM(WeightUpdates):
         backend: Literal["local", "ray"] | None = None,
         carriers: Any = None,
     ) -> None:
-        """Make a service, which `start` starts.
+        """Prepare a service; `start` starts its engines.
 
         Args: engine_args: vLLM's `AsyncEngineArgs`, or `EngineSettings`; they are not changed.
             num_replicas: the number of engines. actor_class: a subclass of `ServiceEngine` for
@@ -104,7 +104,7 @@ class AsyncVLLM(WeightUpdates):
         self._random = random.Random(settings.seed)
         self._thread: EngineThread | None = None
         self._owner = True
-        # Does nothing; else leaves the cluster joined by `start`
+        # Leaves the Ray cluster that `start` has joined; until then a function that does nothing.
         self._leave_cluster: Callable[[], object] = bool
         self._load_balancer: LoadBalancer | None = None
         self._balancing: tuple[Any, dict[str, Any]] | None = None  # arguments of `create_load_balancer`
@@ -372,8 +372,8 @@ class AsyncVLLM(WeightUpdates):
         return self._load_balancer
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> Any:
-        """Return the number of unfinished requests of one engine, or a list for all; the engines
-        are not asked.
+        """Return the number of unfinished requests of one engine, or a list for all. This process
+        counts them itself, without a call of an engine.
         """
         return self._of_actors(
             "getting request counts", actor_index, ServiceReplica.get_num_unfinished_requests
@@ -435,8 +435,8 @@ class AsyncVLLM(WeightUpdates):
         """Call a method of every worker of every engine, and wait. Return a list of the workers'
         results per engine.
 
-        Raises TimeoutError where a worker did not answer in `timeout` seconds, by default those
-        that starting may take.
+        Raises TimeoutError where a worker did not answer in `timeout` seconds, by default the time
+        that an engine has to start.
         """
         calls = self._calls("submit", method, timeout, args, kwargs)
         return arguments.results_of(
@@ -450,8 +450,8 @@ class AsyncVLLM(WeightUpdates):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Do the same as `collective_rpc` without waiting. Return a future per engine, with Ray an
-        ObjectRef.
+        """Call a method of every worker as `collective_rpc` does, but do not wait. Return one
+        future per engine; with Ray it is an ObjectRef.
         """
         return self._calls("refer", method, timeout or arguments.start_timeout(), args, kwargs)
 
