@@ -1,9 +1,9 @@
-"""An update of the workers' weights: announce it, transfer the weights, finish, verify them, and
-end; or abort it.
+"""An update of the workers' weights. It is announced, the weights are transferred, each worker
+finishes loading, the weights are verified, and the update ends; or it is aborted.
 
-It is the same for a rank's own worker, for all workers of engines on other devices, and where
-nobody answers; and for every transport: how the bytes reach the workers is decided in its
-`transfer`.
+The update is the same whether a rank speaks to its own worker, to all workers of engines on other
+devices, or to none. It is also the same for every transport, whose method `transfer` decides how
+the bytes reach the workers.
 
 Every rank enters the same collectives, whatever happens to its own worker: a rank whose worker
 failed continues to gather without sending, and the failure is raised on all ranks together at the
@@ -34,16 +34,16 @@ hang.
 
 
 class Update:
-    """An update of workers by one transport, again and again. The caller's lines, for each:
+    """Updates of workers through one transport. The caller's lines for each update:
 
         report = SyncReport(version)
         # Collective; raises RemoteError on all ranks:
         results = update.run(report, Workers(link), session=number)
         probe = update.probe(policy)  # None, unless nothing else could verify it
 
-    Attributes: settings: may be replaced between updates. transport: the way of the bytes to the
-        workers. See `Transfer` for the part of an update that it sees. parameters: the parameters
-        of the source. workers, report, session, verification: of the latest update.
+    Attributes: settings: may be replaced between updates. transport: carries the bytes to the
+        workers; it sees the part of an update that is in `Transfer`. parameters: the parameters of
+        the source. workers, report, session, verification: those of the latest update.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Update:
         adapter: AdapterFormat | None = None,
         keep_buffers: bool = False,
     ) -> None:
-        """Return `adapter`: weights are the factors of one. `keep_buffers`: keep the buffers
-        between updates.
+        """Prepare updates from `source`. `adapter`: the format, if the weights are the factors of
+        an adapter. `keep_buffers`: keep the buffers between updates.
         """
         self.settings = settings
         self.transport = as_transport(transport)
@@ -71,7 +71,7 @@ class Update:
         self.verification = Verification(source, self.parameters, settings.verify, version=-1)
 
     def use(self, source: WeightSource) -> None:
-        """Take weights from this source from the next update on; on all ranks."""
+        """Send the weights of this source from the next update on. All ranks must call it."""
         self.source = source
         self.parameters = source.parameters()
 
@@ -95,7 +95,7 @@ class Update:
         self._capacity = 0
         try:
             if not self._bring():
-                # The transport has sent less than all weights, and that was not enough
+                # Patches have left a worker with wrong weights: this time everything is sent.
                 self._bring()
             return self._end(calls)
         except BaseException as error:
@@ -107,8 +107,8 @@ class Update:
             raise
 
     def _bring(self) -> bool:
-        """Bring and verify the weights. Return False if the transport has to bring them again, all
-        of them.
+        """Send the weights and verify them. Return False if the transport has to send all of them
+        again.
         """
         # Announce names, shapes and dtypes, and the weights to digest. From here on the workers
         # hold no version.
@@ -143,7 +143,7 @@ class Update:
     def _announce(self, verify: dict[str, Any]) -> list[dict[str, Any]]:
         """Announce the update, and return the terms of each worker.
 
-        `plain`: it keeps weights as they are sent, so that they can be compared; `views`: the
+        `plain`: the worker keeps weights unchanged, so that they can be compared; `views`: the
         elements that it reads of the weights to `verify`; `whole`: weights that have to arrive
         whole, None: all; `records`: it records in this update the copies that it can replay in
         later ones.

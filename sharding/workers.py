@@ -43,8 +43,8 @@ class Link:
     def __init__(
         self, channel: MessageLine, session: int, timeout: float, still_alive: Look, worker: str
     ) -> None:
-        """Return `session` tells this update's messages from those of a broken one; for the rest
-        see `Channel.receive`.
+        """Speak to a worker over `channel`. `session` distinguishes the messages of this update
+        from those of a broken one; `timeout` and `still_alive` are as in `Channel.receive`.
         """
         self.worker = worker
         self.error: Exception | None = None

@@ -47,7 +47,10 @@ Client = Callable[[str, str, str, dict[str, Any]], Awaitable[Any] | Any]
 
 
 class CapturingServer(Protocol):
-    """A server that captures the answers under a key; see `generation.server.OpenAIServer`."""
+    """A server that captures the answers under a key, such as `generation.server.OpenAIServer`.
+
+    Methods with a `key` raise KeyError if its trajectory is not open.
+    """
 
     base_url: str
 
@@ -59,12 +62,25 @@ class CapturingServer(Protocol):
         policy_version: int,
         turnstile: Turnstile | None,
         row_images: tuple[Image, ...],
-    ) -> str: ...
-    def address(self, key: str) -> str: ...
-    def lost_keys(self, key: str) -> int: ...
-    def fatal(self, key: str) -> Exception | None: ...
-    def take(self, key: str) -> list[Trajectory]: ...
-    async def stop(self) -> None: ...
+    ) -> str:
+        """Start to capture a trajectory, and return its key. Requests with the key are sampled with
+        `sampling` and `seed`.
+        """
+
+    def address(self, key: str) -> str:
+        """Return the base URL for the trajectory's clients."""
+
+    def lost_keys(self, key: str) -> int:
+        """Return the number of requests to the trajectory's address that lacked its key."""
+
+    def fatal(self, key: str) -> Exception | None:
+        """Return the error of a request that would fail in any other trajectory, too, or None."""
+
+    def take(self, key: str) -> list[Trajectory]:
+        """Return the trajectories captured under `key`, and forget the key."""
+
+    async def stop(self) -> None:
+        """Stop accepting requests, and end those that still run."""
 
 
 StartServer = Callable[..., Awaitable[CapturingServer]]

@@ -67,8 +67,8 @@ class Broadcast(Transport):
         ip: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        """Return `workers` is their number in all engines together. The default address is
-        loopback, with a free port.
+        """Prepare a group. `workers` is the number of workers in all engines together. By default
+        rank 0 listens on loopback, at a free port.
         """
         self.buffers: list[torch.Tensor] = []
         self.world_size, _ = engine_ranks(1, workers)

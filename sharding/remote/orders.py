@@ -42,21 +42,27 @@ def _line(store: dist.Store, number: int, outwards: bool) -> StoreChannel:
 
 
 class PendingCall:
-    """A call of an engine on another rank, as `CollectiveSender` asks the future of one about its
-    end.
+    """A call under way of an engine on another rank, with the methods of a future that
+    `CollectiveSender` uses.
     """
 
     def __init__(self, line: StoreChannel, number: int, timeout: float) -> None:
-        """Take the rank's `number` in the run."""
+        """Wait at `line` for the end of the call on the rank with this `number` in the run, for at
+        most `timeout` seconds.
+        """
         self._line = line
         self._number = number
         self._timeout = timeout
         self._end: dict[str, Any] | None = None
 
     def done(self) -> bool:
+        """Return True if the rank has reported the end of the call."""
         return self._end is not None or self._line.waiting()
 
     def exception(self) -> Exception | None:
+        """Wait for the end of the call, and return the rank's error as a SyncError, or None. Raises
+        TimeoutError if the rank does not report in time.
+        """
         self._end = self._end or self._line.receive(
             self._timeout, f"answer of rank {self._number}, which generates"
         )
@@ -64,14 +70,17 @@ class PendingCall:
         return SyncError(f"rank {self._number}, which generates: {error}") if error else None
 
     def result(self, timeout: float | None = None) -> None:
+        """Wait for the end of the call. Raises SyncError if it has failed on the rank."""
         if error := self.exception():
             raise error
 
 
 class RemoteEngines:
-    """The engines of other ranks, in the place of a `ShardingManager` on ranks that train.
-    `report`: on the latest update, of which a shift may have none.
-    `then`: called once when the shift is over and nothing has failed, before the policy changes.
+    """The engines of other ranks. Ranks that train use it where they would use a `ShardingManager`
+    for engines of their own.
+
+    Attributes: report: about the latest update; a shift may have none. then: called once when the
+        shift is over and nothing has failed, before the policy changes.
     """
 
     def __init__(
@@ -84,8 +93,9 @@ class RemoteEngines:
         host: str = "127.0.0.1",
         adapter: AdapterFormat | None = None,
     ) -> None:
-        """Return `ranks`: those that do not train, by their numbers in the run. Rank 0 listens on
-        `host` for their workers. `adapter`: `source` has the factors of one.
+        """Prepare to send weights to the engines on `ranks`, which are the numbers in the run of
+        those that do not train. Rank 0 listens on `host` for their workers. `adapter`: the format,
+        if the weights of `source` are the factors of an adapter.
         """
         self._timeout = settings.timeout
         self._ranks = ranks
@@ -99,24 +109,22 @@ class RemoteEngines:
 
     @contextmanager
     def generation_shift(self, policy: VersionedPolicy, *tenants: Tenant) -> Iterator[None]:
-        """Take the policy for the block, in which orders (`begin`) bring its weights. No memory is
-        moved.
-        """
+        """Keep the policy for the block, in which `begin` sends its weights. No memory is moved."""
         self._policy = policy
         self.report = SyncReport(policy.version, unpatched=self.report.unpatched)
         yield
         self.sleep()
 
     def begin(self, kind: str, **order: Any) -> int:
-        """Give the engines an order, and bring them the policy's weights, verified. Collective
-        among training ranks. Return the version of the weights, with which alone the order may be
-        carried out.
+        """Give the engines an order, send them the policy's weights, and verify these. Return the
+        version of the weights: an engine carries out the order with this version only. Collective
+        among training ranks.
         """
         policy = self._policy
         assert policy is not None
         self._tell(kind, version=policy.version, **order)
         report = self._bring(policy.version)
-        # The latest note stays, until there is another
+        # A note stays until an update has another.
         report.unpatched = report.unpatched or self.report.unpatched
         self.report = report
         assert self._sender is not None

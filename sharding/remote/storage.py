@@ -53,6 +53,7 @@ class Storage(Transport):
     def for_run(
         cls, device: torch.device, source: ShardedSource, policy: Any, folder: Path, timeout: float
     ) -> "Transport":
+        """Build the transport through the folder `weights` in the run's folder."""
         return cls(folder / "weights", device, timeout)
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:

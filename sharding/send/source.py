@@ -104,8 +104,8 @@ class FsdpWeightSource:
         layout: PieceLayout = one_piece,
         uncast: Collection[str] = (),
     ) -> None:
-        """Return `dtype` is the engine's; the tensors named in `uncast`, whole on every rank, are
-        sent in their own.
+        """Describe parameters to send in the engine's `dtype`. The tensors named in `uncast`, which
+        are whole on every rank, are sent in their own dtype.
         """
         self._tensors = dict(named_parameters)
         self._dtype = dtype
@@ -113,6 +113,9 @@ class FsdpWeightSource:
         self._uncast = set(uncast)
 
     def parameters(self) -> list[SourceParameter]:
+        """Return all parameters in layer order, as `WeightSource.parameters` does. Raises
+        ValueError if a checkpoint's layout does not cover a parameter.
+        """
         return [self._describe(name, tensor) for name, tensor in self._tensors.items()]
 
     def _describe(self, name: str, tensor: torch.Tensor) -> SourceParameter:
@@ -152,6 +155,7 @@ class FsdpWeightSource:
 
     @torch.no_grad()
     def gather_part(self, name: str, start: int, slot: torch.Tensor) -> None:
+        """Gather a part of each shard; see `WeightSource.gather_part`. Collective."""
         if (group := shard_group(self._tensors[name])) is None:
             target = slot.view(self._dtype_of(name))
             target.copy_(self._stretch(name, start // target.itemsize, target.numel()))
@@ -180,6 +184,9 @@ class FsdpWeightSource:
 
     @torch.no_grad()
     def own_values(self, name: str) -> tuple[int, torch.Tensor]:
+        """Return the first element's number and the values of this rank's part, as
+        `ShardedSource.own_values` does. Collective over the `holders`.
+        """
         first, values = self._own_part(name)
         return first, self._to_send(name, values, first)
 
@@ -220,6 +227,7 @@ class FsdpWeightSource:
         return {}
 
     def holders(self, name: str) -> list[int]:
+        """Return the ranks whose parts make up the parameter: this rank alone where it is whole."""
         group = shard_group(self._tensors[name])
         return [rank()] if group is None else dist.get_process_group_ranks(group)
 
@@ -285,19 +293,23 @@ def _largest_shard(tensor: torch.Tensor, ranks: int) -> int:
 
 
 class StreamSource:
-    """A `WeightSource` of an iterator, in one process. Each weight is let go once it is in its
-    bucket. So weights are sent whole, and cannot be verified. The iterator may have another order
-    than `info`; weights that come before their turn are held until then.
+    """A `WeightSource` that reads weights from an iterator, in one process. It keeps no weight
+    after it has been copied to its bucket, so weights are sent whole and cannot be verified. The
+    iterator may have another order than `info`: weights that come early are kept until they are
+    asked for.
     """
 
     def __init__(self, info: Manifest, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Return `info`: the weights to come: checkpoint name -> [shape, dtype to send it in]."""
+        """Prepare to read `weights`. `info` announces them: checkpoint name -> [shape, dtype to
+        send it in].
+        """
         self._info = info
         self._weights = iter(weights)
         self._early: dict[str, torch.Tensor] = {}
         self._seen: set[str] = set()
 
     def parameters(self) -> list[SourceParameter]:
+        """Return one parameter for each weight in `info`, in its order."""
         pieces = [Piece(name, dtype, tuple(shape), 0) for name, (shape, dtype) in self._info.items()]
         return [SourceParameter(piece.name, piece.nbytes, (piece,)) for piece in pieces]
 
@@ -459,7 +471,9 @@ class MergingWeightSource(FsdpWeightSource):
         layout: PieceLayout = one_piece,
         uncast: Collection[str] = (),
     ) -> None:
-        """Return `adapters` are by the names of the parameters they are added to."""
+        """Describe parameters as `FsdpWeightSource` does. `adapters`: parameter name -> the adapter
+        to add to it. Raises ValueError if there is no such parameter.
+        """
         super().__init__(named_parameters, dtype, layout, uncast)
         if unknown := sorted(adapters.keys() - self._tensors.keys()):
             raise ValueError(
@@ -486,6 +500,9 @@ class MergingWeightSource(FsdpWeightSource):
         )
 
     def additions(self) -> dict[str, Addition]:
+        """Return (scale, name of B, name of A) for each weight with an adapter, with the factors'
+        names in `in_memory`.
+        """
         return {
             name: (adapter.scale, f"B of {name}", f"A of {name}")
             for name, adapter in self._adapters.items()

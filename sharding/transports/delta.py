@@ -23,17 +23,17 @@ from sharding.wire.staging import STAMP_BYTES, stamp
 
 
 class Delta(Transport):
-    """A transport that sends by another one, and only the words that have changed since the update
-    before.
+    """A transport around another one. It sends only the words of 2 bytes that have changed since
+    the last update.
 
-    Every weight is digested in such an update, since a wrong word would stay as long as it does not
-    change. If workers turn out to hold something else, all weights are sent again in the same
-    update.
+    Every weight is digested in such an update: a wrong word would otherwise stay wrong as long as
+    the trainer does not change it. If a worker turns out to hold other weights, all weights are
+    sent in full within the same update.
     """
 
     def __init__(self, transport: Transport, last_sent: "LastSent") -> None:
-        """Return `transport`: its workers apply patches
-        (`sharding.worker.patched.PatchedBuckets`).
+        """Send patches by `transport`, whose workers must read them with
+        `sharding.worker.patched.PatchedBuckets`.
         """
         self.last_sent = last_sent
         self.reader = transport.reader
@@ -46,11 +46,12 @@ class Delta(Transport):
         self._report = SyncReport(version=-1)
 
     def connect(self, call: WorkerCall | None) -> None:
+        """Prepare the transport inside for updates."""
         self._transport.connect(call)
 
     def needs_proof(self, provable: bool) -> bool:
-        """Patch in this update if digests can prove the result; otherwise nothing is known in the
-        next one.
+        """Return `provable`: this update sends patches if digests can prove its result. Otherwise
+        it sends everything, and the record of what was sent is dropped.
         """
         self._patching = provable
         if not provable:
@@ -58,8 +59,8 @@ class Delta(Transport):
         return provable
 
     def transfer(self, update: Transfer) -> None:
-        """Bring all weights, those first that workers need whole, so that they share few buckets
-        with patched ones.
+        """Send all weights. Weights that some worker needs whole come first, so that few buckets
+        have both these and patched ones.
         """
         if not self._patching:
             self._transport.transfer(update)
@@ -77,11 +78,12 @@ class Delta(Transport):
         update.report.spared += self.last_sent.spared
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
+        """Prepare the transport inside, whose buffers are filled directly."""
         self._transport.begin(version, plan, read)
         self.buffers = self._transport.buffers
 
     def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
-        """Send a bucket, or in its place the patch that leads to it."""
+        """Send a bucket; on rank 0, send a patch in its place if there is a smaller one."""
         buffer = self.buffers[fields["buffer"]]
         patch = None
         if self._patching and kind == "bucket" and rank() == 0 and not failed:
@@ -94,10 +96,13 @@ class Delta(Transport):
         return where | {"patch": patch.nbytes}
 
     def wait(self, buffer: int) -> None:
+        """Wait until the transport inside allows the buffer to be filled again."""
         self._transport.wait(buffer)
 
     def begins_again(self, wrong: str, failure: Exception | None) -> bool:
-        """Return True if some worker holds wrong weights after an update by patches. Collective."""
+        """Return True if a worker of any rank holds wrong weights after patches, so that all
+        weights have to be sent in full. Collective.
+        """
         if not self._patching:
             return False
         agree(failure, "verifying weights")
@@ -114,11 +119,13 @@ class Delta(Transport):
             self._report.resent = self.last_sent.commit()
 
     def leave(self, reason: str) -> None:
+        """Drop the record of what was sent, and leave the broken update."""
         self.last_sent.forget("the update before broke off")
         self._transport.leave(reason)
         self.buffers = []
 
     def abort(self, reason: str) -> None:
+        """Drop the record of what was sent, and give up the update or the run."""
         self.last_sent.forget("the update before broke off")
         self._transport.abort(reason)
         self.buffers = []
@@ -135,8 +142,8 @@ class LastSent:
     """
 
     def __init__(self, reason: str = "") -> None:
-        """Return `reason`: why there is nothing to patch, where workers have been sent weights
-        before.
+        """Begin without a record. `reason`: why there is none although workers have been sent
+        weights before.
         """
         self.spared = 0
         self.unpatched = ""

@@ -39,9 +39,10 @@ class Export:
     def __init__(
         self, shards: Callable[[], dict[str, Tensor]], aliases: Iterable[Tensor], device: torch.device
     ) -> None:
-        """Return `shards`: parameter -> this rank's part of it, as it is now. `aliases`: all
-        tensors that share its memory. Raises SyncError: where the system does not give that much
-        memory, or a shard could not be moved.
+        """Make the shards readable by other processes. `shards` returns parameter -> this rank's
+        current part of it; `aliases` are all tensors that share memory with the parts. Raises
+        SyncError if the system does not have that much shared memory, or if a shard cannot be
+        moved.
         """
         self._shards = shards
         self._device = device
@@ -125,8 +126,8 @@ class Pull(Staged):
         aliases: Iterable[Tensor],
         writers: Iterable[torch.optim.Optimizer] = (),
     ) -> None:
-        """Return `aliases`: all tensors that share memory with the parameters of `source`, which
-        `writers` change.
+        """Export the shards of `source`. `aliases`: all tensors that share memory with its
+        parameters; `writers`: the optimizers that change these.
         """
         super().__init__(device)
         self._source = source
@@ -142,6 +143,7 @@ class Pull(Staged):
     def for_run(
         cls, device: torch.device, source: ShardedSource, policy: Any, folder: Path, timeout: float
     ) -> "Transport":
+        """Build the transport for an FSDP2 or ZeRO-3 policy, whose optimizer is the only writer."""
         assert isinstance(source, FsdpWeightSource)
         return cls(device, source, policy.shard_tensors(), [policy.optimizer])
 

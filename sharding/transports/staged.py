@@ -1,5 +1,5 @@
-"""Weights through staging memory (`sync.way: staged`), which a rank and its worker have both
-mapped.
+"""A transport through staging memory, which a rank and its worker have both mapped (`sync.way:
+staged`).
 """
 
 from pathlib import Path
@@ -32,6 +32,7 @@ class Staged(Transport):
     def for_run(
         cls, device: torch.device, source: ShardedSource, policy: Any, folder: Path, timeout: float
     ) -> "Transport":
+        """Build the transport for this rank's device."""
         return cls(device)
 
     def begin(self, version: int, plan: BucketPlan, read: bool) -> None:
@@ -45,15 +46,20 @@ class Staged(Transport):
             self._staging.export()
 
     def send(self, kind: str, fields: dict[str, Any], failed: bool) -> dict[str, Any]:
+        """Wait until the bucket is written, and return the handle by which the worker maps the
+        buffers.
+        """
         assert self._staging is not None
         wait_for_writes(self._device)
         return {"handle": self._staging.handle}
 
     def finish(self, release: bool) -> None:
+        """Free the buffers if `release`."""
         if release:
             Staged.abort(self, "")
 
     def abort(self, reason: str) -> None:
+        """Free the buffers."""
         self.buffers = []  # before the memory is given back
         if self._staging is not None:
             self._staging.close()

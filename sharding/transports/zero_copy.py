@@ -1,5 +1,5 @@
-"""One memory for trainer and engine (`sync.way: zero_copy`), where an optimizer step is the
-sync.
+"""A transport without copies: trainer and engine share one memory (`sync.way: zero_copy`), so that
+an optimizer step is at once the weight sync.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from sharding.wire.staging import open_memory, wait_for_writes
 
 
 class ZeroCopy(Staged):
-    """One memory for the weights of one rank and one worker: after the first update an optimizer
-    step is the sync. The few weights of which the engine keeps something else, such as -exp(A_log),
-    go on being sent.
+    """One memory for the weights of one rank and one worker. After the first update, an optimizer
+    step changes the engine's weights, too. The few weights of which the engine keeps something
+    else, such as -exp(A_log), are still sent.
 
-    Three ways to have it were weighed: the engine takes over memory of the trainer's (its CUDA
-    graphs were captured with addresses of its own), one piece of memory mapped twice through the
-    driver (vLLM's sleeping pool can be mapped anew, but not exported), and this one: the worker
-    hands out its parameters, and the trainer's become views of them.
+    The worker hands out the memory of its parameters, and the trainer's parameters become views of
+    it. Two alternatives were rejected. The engine cannot take over the trainer's memory, since its
+    CUDA graphs were captured with other addresses. And memory cannot be mapped twice through the
+    CUDA driver, since vLLM's sleeping pool can be mapped anew, but not exported.
     """
 
     shares = True
@@ -36,9 +36,10 @@ class ZeroCopy(Staged):
         compute_in: Callable[[dict[str, torch.Tensor]], None],
         timeout: float,
     ) -> None:
-        """Return `compute_in` takes the engine's memory of each shared parameter, flat, to compute
-        in from then on. The engine must have one worker, with `shared_weights` set; `timeout` is of
-        the wait for it, s.
+        """Share the memory of `parameters` after the first update. `compute_in` is then called with
+        parameter -> its memory in the engine, flat, which the trainer computes in from then on. The
+        engine must have one worker, with `shared_weights` set; the wait for it takes at most
+        `timeout` seconds.
         """
         super().__init__(device)
         self.in_place = False
@@ -52,9 +53,11 @@ class ZeroCopy(Staged):
     def for_run(
         cls, device: torch.device, source: ShardedSource, policy: Any, folder: Path, timeout: float
     ) -> "Transport":
+        """Build the transport for all parameters of the policy."""
         return cls(device, source.parameters(), policy.compute_in, timeout)
 
     def connect(self, call: WorkerCall | None) -> None:
+        """Keep `call`, by which the worker is asked for its memory after the first update."""
         self._call = call
 
     def transfer(self, update: Transfer) -> None:

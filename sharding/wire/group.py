@@ -156,6 +156,9 @@ class StoreChannel:
         self._sent = self._received = 0
 
     def send(self, kind: str, **fields: Any) -> None:
+        """Write a message to the store, as `Channel.send` sends one. Raises GroupError if the store
+        cannot be reached.
+        """
         self._store.put(f"{self._outbox}/{self._sent}", pack(kind, **fields))
         self._sent += 1
 

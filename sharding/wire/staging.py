@@ -278,7 +278,9 @@ def release_weights(model: torch.nn.Module, reprocessed: list[torch.nn.Module]) 
 
 
 def return_free_pages() -> None:
-    """Return freed memory that malloc retains to the system: gigabytes, after a training step."""
+    """Give memory that malloc keeps after it was freed back to the system: gigabytes, after a
+    training step.
+    """
     if hasattr(_libc, "malloc_trim"):  # of glibc alone
         _libc.malloc_trim(0)
 

@@ -52,7 +52,7 @@ class AdapterLoader:
         raise SyncError(f"{parts[0][0]} arrived in parts, but vLLM needs an adapter's factors whole")
 
     def whole(self) -> None:
-        """Return None: all factors have to arrive whole."""
+        """Return None, which stands for all weights: every factor has to arrive whole."""
 
     def compare(self, weights: NamedTensors) -> list[str]:
         """Return no differences, since there is nothing to compare, as `plain` says."""

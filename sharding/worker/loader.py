@@ -263,7 +263,9 @@ class WeightLoader:
         reprocessed: Sequence[torch.nn.Module] = (),
         recording: Recording | None = None,
     ) -> None:
-        """Return `reprocessed`: modules that are not written in place."""
+        """Begin an update of `model`. `reprocessed`: the modules whose weights cannot be written in
+        place, since vLLM re-processes them.
+        """
         self.plain = not reprocessed
         self.recording = recording
         self.left_out: list[str] = []

@@ -1,5 +1,5 @@
-"""The worker's half of patches (`sharding.transports.delta`): buckets restored from this worker's
-own weights.
+"""The worker's end of updates by patches (`sharding.transports.delta`): a bucket is restored from
+this worker's own weights and a patch.
 """
 
 from typing import Any
@@ -12,16 +12,14 @@ from sharding.worker.receiver import Buckets, parts_of, views_of
 
 
 class PatchedBuckets:
-    """Buckets that may arrive as patches of their former content. See `Buckets`.
+    """Buckets that may arrive as patches of their former content. It implements `receiver.Buckets`.
 
-    A worker keeps no copy of a bucket: it reads the former content back out of its weights, by its
-    record.
+    A worker keeps no copy of a bucket: it reads the former content back from its weights, with its
+    record of the loaders' copies.
     """
 
     def __init__(self, buckets: Buckets, worker: Any) -> None:
-        """Return `buckets`: get the patches, as they would the buckets in whose place these are
-        sent.
-        """
+        """Receive buckets and patches from `buckets`, which takes a patch for a shorter bucket."""
         self.ahead = buckets.ahead
         self.opened = buckets.opened
         self.closed = buckets.closed
@@ -30,9 +28,13 @@ class PatchedBuckets:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def expect(self, message: dict[str, Any]) -> None:
+        """Note that a bucket, or a patch in its place, is announced."""
         self._buckets.expect(_as_sent(message))
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
+        """Return the bucket that a message announces, restored if a patch has arrived. Raises
+        SyncError if this worker has no complete record.
+        """
         received = self._buckets.bucket(_as_sent(message))
         return self._restored(received, message) if "patch" in message else received
 
@@ -51,6 +53,7 @@ class PatchedBuckets:
         return bucket
 
     def close(self, reason: str | None = None) -> None:
+        """Release the memory of the buckets inside."""
         self._buckets.close(reason)
 
 

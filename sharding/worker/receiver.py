@@ -267,6 +267,9 @@ class StagedBuckets:
         """Do nothing: the bucket is there when it is announced."""
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
+        """Map the rank's buffers if they are new, and return the bucket in them. Raises SyncError
+        if they hold another bucket than was announced.
+        """
         if message["handle"] != self._handle:
             self.close()
             self._buffers = open_memory(message["handle"], self._device)
@@ -287,9 +290,7 @@ class StagedBuckets:
 
 
 class ChannelCarrier:
-    """A `Carrier` whose messages come over a channel and are answered there, and whose buckets come
-    their own way.
-    """
+    """A `Carrier` that reads and answers messages on a channel. Its buckets come another way."""
 
     def __init__(
         self,
@@ -298,7 +299,9 @@ class ChannelCarrier:
         waiting_for: str,
         device: torch.device | None = None,
     ) -> None:
-        """Return `waiting_for` names the sender in the error of a wait that has been too long."""
+        """Read messages from `channel`. `waiting_for` names the sender in the error of a wait that
+        lasts too long.
+        """
         self._channel = channel
         self._buckets = buckets
         self._waiting_for = f"message from {waiting_for}"
@@ -322,6 +325,9 @@ class ChannelCarrier:
         self._channel.send("ready")
 
     def next(self) -> dict[str, Any]:
+        """Return the next message of the session, as `Carrier.next` does. Raises TimeoutError after
+        a silence of `timeout` seconds.
+        """
         return self._ahead.popleft() if self._ahead else self._read()
 
     def _read(self) -> dict[str, Any]:
@@ -337,15 +343,22 @@ class ChannelCarrier:
         return message
 
     def answer(self, **fields: Any) -> None:
+        """Answer the sender that a message was served."""
         self._channel.send("done", session=self._session, **fields)
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
+        """Return the bucket that a message announces. If buckets may come ahead, also read a
+        message that is waiting, so that the next bucket arrives meanwhile.
+        """
         memory = self._buckets.bucket(message)
         if self._buckets.ahead and self._channel.waiting():
             self._ahead.append(self._read())
         return memory
 
     def leave(self, message: dict[str, Any]) -> None:
+        """Release the memory that `message` says to release, and answer that this worker has left
+        the update.
+        """
         if message.get("close", True):
             self._buckets.close(
                 "the trainer broke the update off" if message["kind"] == "abort" else None

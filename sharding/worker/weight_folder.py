@@ -101,8 +101,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 class StorageBuckets:
-    """Buckets in a file, `threads` of them read at a time, from when they are announced, while one
-    is loaded. See `Buckets`.
+    """Buckets in a file. `threads` buckets are read at a time, from their announcement on, while
+    another one is loaded. It implements `receiver.Buckets`.
     """
 
     ahead = True
@@ -125,6 +125,9 @@ class StorageBuckets:
         self._reading.append(self._disk.submit(_read, message, self._buffers[at][: message["nbytes"]]))
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
+        """Wait for the oldest announced bucket, and return its bytes on the worker's device. Raises
+        TimeoutError if it was not read in time, and SyncError if it is damaged.
+        """
         try:
             read = self._reading[0].result(message["timeout_s"]).to(self._device)
         except TimeoutError:
@@ -135,11 +138,12 @@ class StorageBuckets:
         return read
 
     def close(self, reason: str | None = None) -> None:
+        """Release the buffers. `end` closes the file."""
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * self.held
         self._reading.clear()
 
     def end(self, fd: int) -> None:
-        """Close a file behind everything that is still being read; nothing can be read any more."""
+        """Close the file once all reads under way have ended. No bucket can be read after this."""
         waited_for = [*self._reading]
 
         def close() -> None:
@@ -168,13 +172,15 @@ def _read(message: dict[str, Any], memory: torch.Tensor) -> torch.Tensor:
 
 
 class StorageCarrier:
-    """The current slot of a folder as a sequence of messages that nobody sends. See `Carrier`."""
+    """An update from a weights folder. It makes up the messages that a trainer would send, from the
+    folder's manifest. It implements `receiver.Carrier`.
+    """
 
     def __init__(
         self, folder: str, device: torch.device, timeout: float, verify: bool, threads: int = 1
     ) -> None:
-        """Return `verify` reads everything a second time, for comparison, where weights can be
-        compared; so many `threads` read at a time.
+        """Read from `folder`, `threads` buckets at a time. With `verify`, read everything twice:
+        the second time weights are compared with the model's, where it keeps them unchanged.
         """
         self._folder = Path(folder)
         self._timeout = timeout
@@ -186,6 +192,9 @@ class StorageCarrier:
         self._messages = self._update()
 
     def next(self) -> dict[str, Any]:
+        """Return the next message of the update. The first call locks the folder's current slot.
+        Raises SyncError if there is none.
+        """
         return next(self._messages)
 
     def _update(self) -> Generator[dict[str, Any], None, None]:
@@ -221,16 +230,22 @@ class StorageCarrier:
             yield message
 
     def answer(self, **fields: Any) -> None:
+        """Take the worker's answer. Raises SyncError if the model does not hold the weights that
+        were read.
+        """
         self._plain = fields.get("plain", self._plain)
         if different := fields.get("different"):
             raise SyncError(f"the model does not hold what was read: {first_names(different)} differ")
 
     def bucket(self, message: dict[str, Any]) -> torch.Tensor:
+        """Return the bucket that a message announces, on the worker's device."""
         return self._buckets.bucket(message)
 
     def leave(self, message: dict[str, Any]) -> None:
+        """End the update, and unlock the slot once all reads have ended."""
         self._messages.close()
         self._buckets.end(self._fd)
 
     def fail(self, error: Exception) -> None:
+        """End the update, since there is no sender to tell of the error."""
         self.leave({})

@@ -48,8 +48,8 @@ class CarriedPool:
     """
 
     def __init__(self, config: TrainConfig, pool: Pool, start: Path | None = None) -> None:
-        """Return `pool` has the engines and the prompts; `start` is the checkpoint that the run
-        resumes from.
+        """Begin without groups in flight. `pool` has the engines and the prompts; `start` is the
+        checkpoint that the run resumes from.
         """
         assert pool.prompts is not None
         self._config = config

@@ -35,9 +35,10 @@ class Journal:
     """Keeps the rounds of a source's steps on disk and replays them after a restart."""
 
     def __init__(self, source: Source, config: TrainConfig, identity: dict[str, Any]) -> None:
-        """Return `identity` is the run's: rounds of other runs in the folder are not replayed.
+        """Open the journal of a run. Rounds of a run with another `identity` in the folder are not
+        replayed.
 
-        Nor are this run's rounds, if it does not resume from its own checkpoints.
+        A run that does not resume from its own checkpoints deletes the rounds that it finds.
         """
         self._source = source
         self._folder = config.run.folder / "answers"

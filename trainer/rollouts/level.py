@@ -54,8 +54,8 @@ class RolloutLevel:
         tokenizer: PreTrainedTokenizerBase,
         start_server: StartServer | None = None,
     ) -> None:
-        """Return `start_server` starts the server of level 6; it is not needed if no episode is
-        going to run.
+        """Load and check the recipe's level. `start_server` starts the server of level 6; it may be
+        None where no episode is run.
         """
         self.image_rules = image_rules(config, tokenizer)
         # Runs one episode; None: a sampler takes all prompts at once

@@ -79,8 +79,8 @@ class RemoteSource:
         dataset: PromptDataset,
         start: Path | None = None,
     ) -> None:
-        """Return `start` is the checkpoint that the run resumes from; `dataset` is that of
-        `StepBatch`.
+        """Prepare to order answers from `engines`. `dataset` has the training prompts; `start` is
+        the checkpoint that the run resumes from.
         """
         self._config = config
         self._engines = engines

@@ -33,7 +33,7 @@ class StepBatch:
     """
 
     def __init__(self, config: TrainConfig, dataset: PromptDataset) -> None:
-        """Return `dataset` has the training prompts."""
+        """Begin a batch without rounds. `dataset` has the training prompts."""
         self._config = config
         self._dataset = dataset
         self._target = config.batch.prompts_per_step

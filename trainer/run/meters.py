@@ -40,7 +40,7 @@ class PhaseMeter:
         watchdog: Watchdog,
         *works: Work,
     ) -> None:
-        """Return `works` are the counters of the models whose operations are measured."""
+        """Begin to measure. `works` count what the models compute."""
         half = device.type == "cuda" and config.policy.dtype == "bfloat16"
         self._peak_flops = peak_flops(torch.cuda.get_device_name(device)) if half else None
         self._works = works

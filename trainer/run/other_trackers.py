@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,26 @@ from trainer.run.records import Rows, write_whole
 # MLflow's limits: characters of a value, and values in a request
 _PARAM_LIMIT = 6000
 _PARAMS_AT_A_TIME = 100
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run, as it is shown to a tracker.
+
+    Attributes:
+        folder: the run's.
+        config: the resolved configuration, by section and key.
+        earlier: the rows of a resumed run's earlier steps.
+        name, project: the names of the run, and of the group of runs that it belongs to.
+        continues: the tracker has the run already, from an earlier session.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    earlier: Rows
+    name: str
+    project: str
+    continues: bool
 
 
 class OtherTracker:
@@ -46,23 +67,13 @@ class TensorBoard(OtherTracker):
     runs.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        config: dict[str, Any],
-        earlier: Rows,
-        name: str,
-        project: str,
-        continues: bool,
-    ) -> None:
-        """Return `earlier` are the rows of a resumed run's earlier steps; `continues`: the tracker
-        has that run.
-        """
+    def __init__(self, run: TrackedRun) -> None:
+        """Open the event files. Those of an earlier session are continued."""
         from torch.utils.tensorboard import SummaryWriter
 
-        log_folder = folder / "tensorboard"
-        if earlier and any(log_folder.glob("events.*")):
-            self.last = earlier[-1]["train/step"]
+        log_folder = run.folder / "tensorboard"
+        if run.earlier and any(log_folder.glob("events.*")):
+            self.last = run.earlier[-1]["train/step"]
         self._writer: Any = SummaryWriter(str(log_folder), purge_step=self.last + 1)
 
     def send(self, step: int, metrics: dict[str, float]) -> None:
@@ -82,38 +93,28 @@ class MLflow(OtherTracker):
     folder.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        config: dict[str, Any],
-        earlier: Rows,
-        name: str,
-        project: str,
-        continues: bool,
-    ) -> None:
-        """Return `earlier` are the rows of a resumed run's earlier steps; `continues`: the tracker
-        has that run.
-        """
+    def __init__(self, run: TrackedRun) -> None:
+        """Create the run, or continue the one whose id is in the file `mlflow_id`."""
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
         # An absolute path, since a relative one would be valid in one folder only.
-        database = f"sqlite:///{folder.resolve() / 'mlflow.db'}"
+        database = f"sqlite:///{run.folder.resolve() / 'mlflow.db'}"
         self._client: Any = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or database)
-        file = folder / "mlflow_id"
-        if continues and file.is_file() and re.fullmatch("[0-9a-f]{32}", file.read_text("utf-8")):
+        file = run.folder / "mlflow_id"
+        if run.continues and file.is_file() and re.fullmatch("[0-9a-f]{32}", file.read_text("utf-8")):
             self._id = file.read_text("utf-8")
             self._client.update_run(self._id, status="RUNNING")
             history = self._client.get_metric_history(self._id, "train/step")
             self.last = max((metric.step for metric in history), default=-1)
         else:
-            experiment = self._client.get_experiment_by_name(project)
+            experiment = self._client.get_experiment_by_name(run.project)
             experiment_id = (
-                experiment.experiment_id if experiment else self._client.create_experiment(project)
+                experiment.experiment_id if experiment else self._client.create_experiment(run.project)
             )
-            self._id = self._client.create_run(experiment_id, run_name=name).info.run_id
+            self._id = self._client.create_run(experiment_id, run_name=run.name).info.run_id
             params = []
-            for section, values in config.items():
+            for section, values in run.config.items():
                 for key, value in values.items():
                     params.append(Param(f"{section}.{key}", str(value)[:_PARAM_LIMIT]))
             for start in range(0, len(params), _PARAMS_AT_A_TIME):
@@ -140,23 +141,15 @@ class Trackio(OtherTracker):
     TRACKIO_SPACE_ID names.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        config: dict[str, Any],
-        earlier: Rows,
-        name: str,
-        project: str,
-        continues: bool,
-    ) -> None:
-        """Return `earlier` are the rows of a resumed run's earlier steps; `continues`: the tracker
-        has that run.
-        """
+    def __init__(self, run: TrackedRun) -> None:
+        """Open the run in trackio's store."""
         import trackio
 
         figures_alone = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        resume = "allow" if continues else "never"
-        self._run: Any = trackio.init(project, name=name, config=config, resume=resume, **figures_alone)
+        resume = "allow" if run.continues else "never"
+        self._run: Any = trackio.init(
+            run.project, name=run.name, config=run.config, resume=resume, **figures_alone
+        )
         self.last = self._run._next_step - 1  # the last step that the store has (trackio/run.py, 0.43)
 
     def send(self, step: int, metrics: dict[str, float]) -> None:
@@ -168,7 +161,7 @@ class Trackio(OtherTracker):
         self._run.finish()
 
 
-OTHER_TRACKERS: dict[str, Callable[..., OtherTracker]] = {
+OTHER_TRACKERS: dict[str, Callable[[TrackedRun], OtherTracker]] = {
     "tensorboard": TensorBoard,
     "mlflow": MLflow,
     "trackio": Trackio,

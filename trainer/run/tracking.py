@@ -33,7 +33,7 @@ from generation.images import Image
 from sharding.ranks import is_main
 from trainer.config.schema import TrackingConfig
 from trainer.errors import UserError, shortened
-from trainer.run.other_trackers import OTHER_TRACKERS, OtherTracker
+from trainer.run.other_trackers import OTHER_TRACKERS, OtherTracker, TrackedRun
 from trainer.run.records import Rows, patiently, whole_rows, write_whole
 
 _FILES = ("metrics.jsonl", "completions.jsonl", "tokens.jsonl")
@@ -218,8 +218,8 @@ class OtherCopy(Copy):
     """The copy in one of the trackers of `tracking.also`."""
 
     def __init__(self, name: str, start: Callable[[], OtherTracker], earlier: Rows) -> None:
-        """Return `start` opens the tracker on this copy's thread, which sends it the `earlier` rows
-        that it lacks.
+        """Start the copy's thread. On it, `start` opens the tracker, which gets those of the
+        `earlier` rows that it lacks.
         """
         self._start = start
         self._earlier = earlier
@@ -242,7 +242,7 @@ class Alarms:
     """
 
     def __init__(self, earlier: Rows) -> None:
-        """Return `earlier` are rows whose problems have been reported."""
+        """Begin after the rows `earlier`, whose problems have been reported."""
         self._first: list[float] = []
         self._latest: deque[float] = deque(maxlen=_GAP_STEPS)
         self._reported: set[str] = set()
@@ -363,16 +363,11 @@ def make_tracker(
     last = -1 if resumed_from is None else resumed_from
     earlier, answers, _ = [_keep_until(folder / file, last) for file in _FILES]
     continues = not _is_copy(folder, resumed_from is None) and resumed_from is not None
-    arguments = {
-        "folder": folder,
-        "config": config,
-        "earlier": earlier,
-        "name": name,
-        "project": tracking.project,
-    }
-    arguments["continues"] = continues and bool(earlier)
+    run = TrackedRun(
+        folder, config, earlier, name, tracking.project, continues=continues and bool(earlier)
+    )
     copies: list[Copy] = [
-        OtherCopy(key, partial(OTHER_TRACKERS[key], **arguments), earlier) for key in tracking.also
+        OtherCopy(key, partial(OTHER_TRACKERS[key], run), earlier) for key in tracking.also
     ]
     if (mode := _resolve(tracking.wandb)) != "disabled":
         resumed = {} if resumed_from is None else {"resumed_from": resumed_from}

@@ -185,6 +185,9 @@ class PromptErrors(ExceptionGroup[Exception]):
         return f"PromptErrors({self.message!r}, {list(self.exceptions)!r})"
 
     def derive(self, excs: Sequence[Exception]) -> "PromptErrors":  # type: ignore[override]
+        """Return a group of some of the errors with the same `outputs`, as `ExceptionGroup.split`
+        needs.
+        """
         return PromptErrors(excs, self.outputs)
 
 

@@ -266,12 +266,15 @@ class LocalReplica(ServiceReplica):
         self._thread = thread
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a coroutine method of the engine on the service's event loop."""
         return self._thread.submit(getattr(self._engine, method)(*args, **kwargs))
 
     def get_cache_usage(self) -> float | None:
+        """Return the share of the KV cache in use, in 0..1; None if it is unknown."""
         return self._engine.get_cache_usage()
 
     async def close(self) -> None:
+        """Stop the engine's processes; safe to call twice."""
         await self._engine.shutdown()
 
 
@@ -312,9 +315,11 @@ class RayReplica(ServiceReplica):
             self.cache_usage = None
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a coroutine method of the actor's engine."""
         return self._thread.submit(self.actor.call(method, *args, **kwargs))
 
     def refer(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the actor's engine, and return Ray's ObjectRef."""
         return self.actor.submit(method, *args, **kwargs)
 
     async def close(self) -> None:

@@ -18,6 +18,7 @@ from tests.support.pictures import images
 from tests.support.wandb_files import wandb_records
 from trainer.config.schema import TrackingConfig
 from trainer.run import tracking
+from trainer.run.other_trackers import TrackedRun
 from trainer.run.tracking import NullTracker, make_tracker
 
 
@@ -507,11 +508,10 @@ def test_a_further_tracker_that_fails_costs_its_copy_only(
     rows: list[dict[str, Any]] = []
 
     class Failing:
-        def __init__(
-            self, folder: Path, config: dict[str, Any], earlier: list[Any], name: str, **more: Any
-        ) -> None:
-            assert (folder, config, earlier, name) == (tmp_path, {"run": {"seed": 1}}, [], "demo")
-            assert more == {"project": "hotbunk", "continues": False}
+        def __init__(self, run: TrackedRun) -> None:
+            assert run == TrackedRun(
+                tmp_path, {"run": {"seed": 1}}, [], "demo", "hotbunk", continues=False
+            )
 
         def log(self, row: dict[str, Any]) -> None:
             rows.append(row)
