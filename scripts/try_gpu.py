@@ -76,6 +76,10 @@ class Check:
 PYTEST = ("-m", "pytest", "-n", "0", "-q", "-rs", "-s")
 COLOCATED = "tests/gpu/test_colocated.py"
 STEP = ("--dtype", "bfloat16", "--sequences", "64", "--longest", "1024", "--budget", "16384")
+SMALL_STEP = (
+    *("scripts/bench/train_step.py", "--preset", "10M"),
+    *("--sequences", "4", "--longest", "64", "--rounds", "1"),
+)
 RUN = ("scripts/try_gpu.py", "run", "FOLDER")
 TRAINER = ("torch", "transformers")
 TESTS = (*TRAINER, "pytest", "gpu")
@@ -127,19 +131,7 @@ CHECKS = (
         TRAINER,
         "the norms of both gradients agree",
         ("scripts/bench/train_step.py", "--preset", "0.5B", *STEP, "--variants", "padded", "packed"),
-        (
-            "scripts/bench/train_step.py",
-            "--preset",
-            "10M",
-            "--sequences",
-            "4",
-            "--longest",
-            "64",
-            "--rounds",
-            "1",
-            "--variants",
-            "packed",
-        ),
+        (*SMALL_STEP, "--variants", "packed"),
         lines=r"^(padded|packed) ",
         public=(
             "Hotbunk f866120, one H100, packed: 0.6 s, 44,276 tokens/s; padded: 0.8 s, 32,643 tokens/s",
@@ -232,20 +224,7 @@ CHECKS = (
             "--rounds",
             "2",
         ),
-        (
-            "scripts/bench/train_step.py",
-            "--preset",
-            "10M",
-            "--sequences",
-            "4",
-            "--longest",
-            "64",
-            "--rounds",
-            "1",
-            "--variants",
-            "TRL",
-            "packed",
-        ),
+        (*SMALL_STEP, "--variants", "TRL", "packed"),
         lines=r"^(TRL|packed) ",
     ),
     Check(

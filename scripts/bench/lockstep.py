@@ -18,8 +18,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from common import command_line, show_rounds, start
-from tools import measure, play
+from common import show_rounds, start
+from tools import command_line_of_calls, measure, play
 from transformers import PreTrainedTokenizerBase
 
 from generation.engine.engine import Engine
@@ -110,18 +110,9 @@ def benchmark(options: argparse.Namespace) -> None:
 
 def parse() -> argparse.Namespace:
     """Parse the command line."""
-    parser = command_line(__doc__, rounds=3)
+    parser = command_line_of_calls(__doc__, trajectories=128, seconds=0.3)
     parser.add_argument(
-        "--trajectories", type=int, default=128, help="how many run at once (default: 128)"
-    )
-    parser.add_argument(
-        "--calls", type=int, default=4, help="calls of every second trajectory (default: 4)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=0.3, help="how long a call takes (default: 0.3)"
-    )
-    parser.add_argument(
-        "--max-num-seqs", type=int, default=64, help="sequences the engine runs at once (default: 64)"
+        "--calls", type=int, default=4, help="calls of every second trajectory (default: %(default)s)"
     )
     return parser.parse_args()
 

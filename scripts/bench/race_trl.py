@@ -17,14 +17,41 @@ from unittest import mock
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer
 
 from trainer.rewards.functions import reasoning_gym
 from trainer.run.records import read_rows
 
 with mock.patch("trl.import_utils.is_vllm_available", return_value=False):
     # it would import vLLM, which is not used
+    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
+
+
+def grpo_config(settings: dict[str, Any], **options: Any) -> GRPOConfig:
+    """Return TRL's configuration: `settings` (lr, betas, eps, clip, group, max_tokens) and further `options`."""
+    return GRPOConfig(
+        learning_rate=settings["lr"],
+        lr_scheduler_type="constant",
+        adam_beta1=settings["betas"][0],
+        adam_beta2=settings["betas"][1],
+        adam_epsilon=settings["eps"],
+        weight_decay=0.0,
+        num_generations=settings["group"],
+        max_completion_length=settings["max_tokens"],
+        beta=0.0,
+        epsilon=settings["clip"],
+        loss_type="grpo",
+        scale_rewards="group",
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        model_init_kwargs={"dtype": "float32"},
+        report_to=[],
+        logging_steps=1,
+        disable_tqdm=True,
+        **options,
+    )
 
 
 def solved(completions: list[str], **columns: Any) -> list[float]:
@@ -105,35 +132,17 @@ def main(file: Path, until: int) -> None:
     folder, answers = Path(settings["folder"]), settings["prompts"] * settings["group"]
     files = {name: Path(settings[name]).read_text().splitlines() for name in ("train", "eval")}
     rows = {name: [json.loads(line) for line in lines] for name, lines in files.items()}
-    arguments = GRPOConfig(
+    arguments = grpo_config(
+        settings,
         output_dir=str(folder / "checkpoints"),
         max_steps=until,
         save_steps=until,
         save_total_limit=1,
         seed=settings["seed"],
-        learning_rate=settings["lr"],
-        lr_scheduler_type="constant",
-        adam_beta1=settings["betas"][0],
-        adam_beta2=settings["betas"][1],
-        adam_epsilon=settings["eps"],
-        weight_decay=0.0,
         max_grad_norm=1.0,
         per_device_train_batch_size=settings["rows"],
         gradient_accumulation_steps=answers // settings["rows"],
-        num_generations=settings["group"],
-        max_completion_length=settings["max_tokens"],
         temperature=1.0,
-        beta=0.0,
-        epsilon=settings["clip"],
-        loss_type="grpo",
-        scale_rewards="group",
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        model_init_kwargs={"dtype": "float32"},
-        report_to=[],
-        logging_steps=1,
-        disable_tqdm=True,
     )
     clock = Clock(settings, rows["eval"])
     clock.trainer = Timed(

@@ -12,10 +12,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from datasets import Dataset
+from race_trl import GRPOTrainer, grpo_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,12 +27,16 @@ from trainer.learning.policy_loss import PolicyLoss
 from trainer.policy.packing import make_layout
 from trainer.types import MicroBatch, Outputs
 
-with mock.patch("trl.import_utils.is_vllm_available", return_value=False):
-    # it would import vLLM, which is not used
-    from trl import GRPOConfig, GRPOTrainer
-
 STEPS, PROMPTS, GROUP, LONGEST = 6, 4, 8, 24
 LR, BETAS, EPS, CLIP = 5e-5, (0.9, 0.99), 1e-8, 0.2  # of the race
+SETTINGS = {
+    "lr": LR,
+    "betas": BETAS,
+    "eps": EPS,
+    "clip": CLIP,
+    "group": GROUP,
+    "max_tokens": LONGEST,
+}
 NORM = 10.0  # larger than any gradient here, as the race's 1.0 is there
 
 
@@ -78,31 +82,13 @@ class Scripted(GRPOTrainer):
 
 def by_trl(model: Path, folder: Path, rollouts: list[Rollout]) -> tuple[dict[str, Tensor], list[float]]:
     """Train with TRL's trainer. Return the weights, and the norm of each step's gradient."""
-    arguments = GRPOConfig(
+    arguments = grpo_config(
+        SETTINGS,
         output_dir=str(folder),
         max_steps=STEPS,
         save_strategy="no",
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        adam_epsilon=EPS,
-        weight_decay=0.0,
         max_grad_norm=NORM,
         per_device_train_batch_size=PROMPTS * GROUP,
-        num_generations=GROUP,
-        max_completion_length=LONGEST,
-        beta=0.0,
-        epsilon=CLIP,
-        loss_type="grpo",
-        scale_rewards="group",
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        model_init_kwargs={"dtype": "float32"},
-        report_to=[],
-        logging_steps=1,
-        disable_tqdm=True,
     )
     trainer = Scripted(
         model=str(model),

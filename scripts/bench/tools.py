@@ -144,20 +144,28 @@ def benchmark(options: argparse.Namespace) -> None:
     show_rounds(options.json, title, columns, (".2f", ".2f", ".2f", ".0f"), rounds, [serial])
 
 
-def parse() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = command_line(__doc__, rounds=3)
+def command_line_of_calls(
+    description: str | None, trajectories: int, seconds: float
+) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark with slow tools, with these defaults."""
+    parser = command_line(description, rounds=3)
     parser.add_argument(
-        "--trajectories", type=int, default=64, help="how many run at once (default: 64)"
+        "--trajectories",
+        type=int,
+        default=trajectories,
+        help="how many run at once (default: %(default)s)",
     )
     parser.add_argument(
-        "--seconds", type=float, default=0.5, help="how long a call takes (default: 0.5)"
+        "--seconds", type=float, default=seconds, help="how long a call takes (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-num-seqs", type=int, default=64, help="sequences the engine runs at once (default: 64)"
+        "--max-num-seqs",
+        type=int,
+        default=64,
+        help="sequences the engine runs at once (default: %(default)s)",
     )
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":
-    start(benchmark, parse())
+    start(benchmark, command_line_of_calls(__doc__, trajectories=64, seconds=0.5).parse_args())
