@@ -95,7 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is heeded
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Return the longest first; GPU tests are skipped without a GPU, and those that start engines on CPU where vLLM cannot."""
+    """The longest first; GPU tests are skipped without a GPU, and those that start engines on CPU where vLLM cannot."""
     for item in items:
         if " at 0x" in item.nodeid:  # workers of pytest-xdist have to collect the same names
             raise pytest.UsageError(

@@ -79,7 +79,7 @@ def command_line(description: str | None, rounds: int = 5) -> argparse.ArgumentP
 
 
 def add_model(parser: argparse.ArgumentParser, preset: str) -> None:
-    """Return the options of a benchmark of one model."""
+    """Add the options of a benchmark of one model."""
     parser.add_argument(
         "--preset", choices=PRESETS, default=preset, help=f"size of the model (default: {preset})"
     )
@@ -183,7 +183,7 @@ def start_engine(
 def add_engine(
     parser: argparse.ArgumentParser, prompt_tokens: int, max_tokens: int, max_num_seqs: int
 ) -> None:
-    """Return the options of a benchmark of one engine's rollouts."""
+    """Add the options of a benchmark of one engine's rollouts."""
     sizes = {
         "prompt-tokens": (prompt_tokens, "length of the prompts"),
         "max-tokens": (max_tokens, "longest answer"),

@@ -67,7 +67,7 @@ def test_experts_are_compared_with_a_loop_under_even_and_uneven_routes(tmp_path:
 
 
 def test_lockstep_does_the_same_work_either_way(tmp_path: Path) -> None:
-    """Return the script itself checks that both variants have sampled the same number of tokens."""
+    """The script itself checks that both variants have sampled the same number of tokens."""
     small = ("--trajectories", "8", "--calls", "2", "--seconds", "0.05", "--rounds", "2")
     figures, printed = run("lockstep.py", tmp_path, *small)
     assert len(figures["rounds"]) == 2 and "lock-step" in printed
@@ -126,7 +126,7 @@ def test_slices_are_compared_with_steps_that_wait_for_their_longest_answer(tmp_p
 
 
 def test_prompts_computed_once_are_counted_timed_and_compared_with_theory(tmp_path: Path) -> None:
-    """Return the script itself checks that both variants have the same gradient."""
+    """The script itself checks that both variants have the same gradient."""
     sizes = ("--preset", "1M", "--shapes", "4:128:16", "nothing in common", "--rounds", "1")
     figures, printed = run("prefixes.py", tmp_path, *sizes)
     assert figures["4:128:16"]["tokens"] == {"packed": 4 * 143, "shared": 128 + 4 * 15}

@@ -41,7 +41,7 @@ def write_state(path: str) -> None:
 def test_a_forked_core_has_all_modules_and_follows_its_own_environment(
     threads: str, disabled: str, warnings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Return this includes variables that a library had already read when the server imported it."""
+    """This includes variables that a library had already read when the server imported it."""
     from vllm.v1.engine import utils
 
     changed = {"OMP_NUM_THREADS": threads, "TORCH_COMPILE_DISABLE": disabled, "PYTHONWARNINGS": warnings}

@@ -103,7 +103,7 @@ class Shifts:
     """A policy and an engine, and the outcomes of their first shifts, at once."""
 
     def __init__(self, way: str, shifts: int = 20) -> None:
-        """Return `shifts`: the number of those over which the device's free bytes are compared."""
+        """`shifts`: the number of those over which the device's free bytes are compared."""
         self.way, self.resources = way, ExitStack()
         doctor_trials.PROMPTS, doctor_trials.TOKENS = 2, 4
         folder = Path(self.resources.enter_context(tempfile.TemporaryDirectory()))

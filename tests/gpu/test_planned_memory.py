@@ -182,7 +182,7 @@ def test_an_update_and_a_shift_need_the_memory_that_is_planned(
     ],
 )
 def test_a_start_needs_the_memory_that_is_planned(tmp_path: Path, way: str, keys: Any) -> None:
-    """Return the KV cache is as large as the trainer's state, so that both together would exceed the plan by far."""
+    """The KV cache is as large as the trainer's state, so that both together would exceed the plan by far."""
     for measured, planned in run(
         "compare_start", tmp_path, way, keys | {"engine": {"kv_cache_gib": 1.0}}
     ):

@@ -373,7 +373,7 @@ def after_engine_thread(module: ModuleType) -> None:
 
 
 def after_extension(module: ModuleType) -> None:
-    """Return a test may evaluate an expression in a module in the engine's worker."""
+    """A test may evaluate an expression in a module in the engine's worker."""
 
     def softgpu(_: object, name: str, code: str) -> dict[str, Any]:
         return {"error": None, "value": eval(code, vars(importlib.import_module(name)))}

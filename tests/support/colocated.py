@@ -77,7 +77,7 @@ def assert_replay_helps(gaps_by_replay: dict[bool, torch.Tensor]) -> None:
 
 
 def assert_as_close_as_bfloat16(policy: "HfPolicy", prompt: list[int], sampled: Generation) -> None:
-    """Return the engine is about as far from plain Transformers in float32 as plain Transformers in the policy's dtype is.
+    """The engine is about as far from plain Transformers in float32 as plain Transformers in the policy's dtype is.
 
     Both distances are means over the answer's log-probabilities. Two ways of summing in bfloat16 differ by half, and
     the weights of another seed by ten times as much.

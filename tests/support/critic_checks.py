@@ -87,7 +87,7 @@ def captured_gradients(model: ShardedModel, update: Callable[[], Any]) -> dict[s
 
 
 def check_values_and_gradients(folder: Path, kind: str, **settings: Any) -> None:
-    """Return a reward model that is trained further as a critic has the plain model's values and gradients."""
+    """A reward model that is trained further as a critic has the plain model's values and gradients."""
     source, samples = folder / f"{kind}_reward", checks.make_samples()
     critic, batches = make_critic(source, **settings), checks.own_batches(samples, 33, packing=True)
     head = critic.trained()["score.weight"].detach().full_tensor()
@@ -134,7 +134,7 @@ def check_head_on_shared_trunk(folder: Path, **settings: Any) -> None:
 
 
 def check_state(folder: Path, **settings: Any) -> None:
-    """Return a critic restored from a checkpoint makes the same next update, bit for bit."""
+    """A critic restored from a checkpoint makes the same next update, bit for bit."""
     source, batches = checks.model_folder(folder), checks.own_batches(checks.make_samples(), 60)
     first, second = make_critic(source, **settings), make_critic(source, **settings)
     assert not any(values.any() for values in first.score(batches)), "a new head must be zeros"

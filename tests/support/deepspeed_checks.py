@@ -49,7 +49,7 @@ def check_three_steps(folder: Path, stage: int, kind: str, tied: bool, **setting
 
 
 def check_routed(folder: Path, stage: int) -> None:
-    """Return a mixture computes as one process does, with given routes, and with recorded ones and a balance loss."""
+    """A mixture computes as one process does, with given routes, and with recorded ones and a balance loss."""
     from deepspeed.utils import safe_get_full_grad
 
     def gradients(policy: DeepSpeedPolicy, batches: Any, name: str) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ def check_fsdp_steps(folder: Path, **settings: Any) -> None:
 
 
 def check_source(folder: Path, stage: int, kind: str, tied: bool) -> None:
-    """Return the engine would be sent exactly the checkpoint, and nothing stays gathered."""
+    """The engine would be sent exactly the checkpoint, and nothing stays gathered."""
     policy = zero_policy(checks.model_folder(folder, kind, tied), stage)
     checks.check_sent(policy)
     if stage == 3:
@@ -86,7 +86,7 @@ def check_source(folder: Path, stage: int, kind: str, tied: bool) -> None:
 
 
 def check_route_bias(folder: Path, stage: int) -> None:
-    """Return the bias that decides routes is the checkpoint's, in float32, whatever dtype the policy computes in."""
+    """The bias that decides routes is the checkpoint's, in float32, whatever dtype the policy computes in."""
     policy = zero_policy(checks.model_folder(folder, "deepseek_v3", False), stage, dtype="bfloat16")
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     stored = load_file(policy.source / "model.safetensors")[name]
@@ -95,7 +95,7 @@ def check_route_bias(folder: Path, stage: int) -> None:
 
 
 def check_nan_on_one_rank(folder: Path, stage: int) -> None:
-    """Return a NaN on one rank skips the update on all; the second in a row ends the training."""
+    """A NaN on one rank skips the update on all; the second in a row ends the training."""
     policy = zero_policy(checks.model_folder(folder), stage, max_skipped_steps=2)
     batches = checks.own_batches(checks.make_samples(), 60)
     bad = checks.make_loss(batches, factor=float("nan") if checks.rank() == 1 else 1.0)
@@ -136,7 +136,7 @@ def check_checkpoints_cross(folder: Path, stage: int) -> None:
 
 
 def check_export(folder: Path, stage: int, kind: str, tied: bool) -> None:
-    """Return an exported model opens in plain Transformers with the master weights."""
+    """An exported model opens in plain Transformers with the master weights."""
     source, target = checks.model_folder(folder, kind, tied), folder / f"zero_export_{kind}_{stage}"
     policy = zero_policy(source, stage)
     batches = checks.own_batches(checks.make_samples(), 60)
@@ -158,7 +158,7 @@ def check_small_steps_are_not_lost(folder: Path, stage: int) -> None:
 
 
 def check_read_once(folder: Path, stage: int) -> None:
-    """Return a bfloat16 checkpoint is read once; a float32 one is read again for the master weights."""
+    """A bfloat16 checkpoint is read once; a float32 one is read again for the master weights."""
     source = checks.model_folder(folder)
     half = folder / f"half_{stage}"
     if checks.rank() == 0:
@@ -216,7 +216,7 @@ def storages() -> dict[int, int]:
 
 
 def check_zero_shifts(folder: Path, stage: int, dtype: str = "float32") -> None:
-    """Return a policy that offloads its memory between updates makes the same updates, bit for bit."""
+    """A policy that offloads its memory between updates makes the same updates, bit for bit."""
 
     def weights(policy: DeepSpeedPolicy) -> list[Tensor]:
         return [getattr(p, "ds_tensor", p) for _, p in policy.named_parameters()]

@@ -51,7 +51,7 @@ def check_handed_over(folder: Path, size: int, step: int) -> None:
 
 
 def check_first_step(folder: Path, size: int) -> None:
-    """Return the first step, saved for other ranks."""
+    """The first step, saved for other ranks."""
     policy = make_policy(folder, size)
     check_next_steps(policy, folder, 1, 1)
     checkpoint.save(folder, 1, {"policy": policy}, {})
@@ -83,7 +83,7 @@ def check_idle_ranks(folder: Path, size: int) -> None:
 
 
 def check_scores(folder: Path, size: int) -> None:
-    """Return a reference's log-probabilities, in float32 and bfloat16, are those of experts that are gathered."""
+    """A reference's log-probabilities, in float32 and bfloat16, are those of experts that are gathered."""
     model = ModelConfig(path=str(checks.model_folder(folder, *MIXTURE)))
     for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 0.05)):
         batches = checks.own_batches(checks.make_samples(), 33, packing=True)

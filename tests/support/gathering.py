@@ -47,7 +47,7 @@ def sent_in_parts(source: WeightSource, bucket_bytes: int) -> dict[str, Tensor]:
 
 
 def assert_ranks_hold(source: ShardedSource, weights: dict[str, Tensor]) -> None:
-    """Return the digests of all ranks' parts add up to those of these weights, and of no other weights. Collective."""
+    """The digests of all ranks' parts add up to those of these weights, and of no other weights. Collective."""
     check = Verification(source, source.parameters(), "full", version=1)
     views = {name: [[0, list(weight.shape), list(weight.stride())]] for name, weight in weights.items()}
     check.expect([{"plain": True, "views": views}])

@@ -34,7 +34,7 @@ def check_handed_over(folder: Path) -> None:
 
 
 def check_groups(folder: Path) -> None:
-    """Return a second model makes no new process groups, whose communicators would take memory on every GPU."""
+    """A second model makes no new process groups, whose communicators would take memory on every GPU."""
     make_policy(folder)
     groups = set(dist.distributed_c10d._world.pg_map)
     make_policy(folder)
@@ -42,7 +42,7 @@ def check_groups(folder: Path) -> None:
 
 
 def check_shards(folder: Path) -> None:
-    """Return a rank holds half of the model; the engine is sent all of it, and the export has all of it."""
+    """A rank holds half of the model; the engine is sent all of it, and the export has all of it."""
     policy = make_policy(folder)
     stored = load_file(checks.model_folder(folder) / "model.safetensors")
     held = sum(p.to_local().numel() for _, p in policy.named_parameters())

@@ -156,7 +156,7 @@ def peft_adapter(source: Path, folder: Path, **settings: Any) -> peft.PeftModel:
 
 
 def check_start(folder: Path, backend: str) -> None:
-    """Return a run that goes on from PEFT's adapter has its factors, computes what PEFT does, and sends that to engines."""
+    """A run that goes on from PEFT's adapter has its factors, computes what PEFT does, and sends that to engines."""
     source, adapter = checks.model_folder(folder), folder / f"start_{backend}_{rank()}"
     reference = peft_adapter(source, adapter, use_rslora=backend == "zero 2")
     keys = {"start": str(adapter)} | adapter_keys(str(adapter))

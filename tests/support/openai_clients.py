@@ -169,7 +169,7 @@ async def ask_twice(base_url: str, api_key: str, model: str, row: dict[str, Any]
 
 
 def ask_once(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> None:
-    """Return a blocking client, which gets a thread of its own."""
+    """A blocking client, which gets a thread of its own."""
     openai.OpenAI(base_url=base_url, api_key=api_key).completions.create(
         model=model, prompt=row["question"]
     )
@@ -223,7 +223,7 @@ async def keeps_quiet_about_its_key(
 
 
 def loses_its_key(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> None:
-    """Return a client that sends a wrong key."""
+    """A client that sends a wrong key."""
     ask_once(base_url, "none", model, row)
 
 

@@ -258,7 +258,7 @@ def compile_without_code(patch: pytest.MonkeyPatch) -> None:
 
 
 def check_planned_traffic(folder: Path, **settings: Any) -> None:
-    """Return the plan counts the collectives that are really called."""
+    """The plan counts the collectives that are really called."""
     from tests.support.counted_collectives import check_traffic  # it imports this module
 
     for tied in (True, False):
@@ -299,7 +299,7 @@ def check_loading(folder: Path, kind: str, tied: bool) -> None:
 
 
 def check_sent(policy: Any) -> None:
-    """Return the engine would be sent, and compared with, the checkpoint that the policy was loaded from, cast once.
+    """The engine would be sent, and compared with, the checkpoint that the policy was loaded from, cast once.
 
     The biases that decide routes are not cast.
     """
@@ -342,7 +342,7 @@ def check_routed(
     gradients: Callable[..., Any] = policy_gradients,
     **settings: Any,
 ) -> None:
-    """Return a mixture computes as one process does, with given routes, and with recorded ones and a balance loss."""
+    """A mixture computes as one process does, with given routes, and with recorded ones and a balance loss."""
     source = model_folder(folder, "qwen3_moe", False)
     policy, plain = (
         make(source, **settings),
@@ -386,7 +386,7 @@ def check_uneven_work(folder: Path) -> None:
 
 
 def check_nan_on_one_rank(folder: Path) -> None:
-    """Return a NaN on one rank skips the update on all; the third in a row ends the training."""
+    """A NaN on one rank skips the update on all; the third in a row ends the training."""
     policy = make_policy(model_folder(folder), max_skipped_steps=3)
     batches = own_batches(make_samples(), 60)
     bad = make_loss(batches, factor=float("nan") if rank() == world_size() - 1 else 1.0)
@@ -422,7 +422,7 @@ def check_small_steps_are_not_lost(folder: Path) -> None:
 
 
 def check_export(folder: Path, kind: str, tied: bool, dtype: str, **settings: Any) -> None:
-    """Return an export after an update opens in plain Transformers, computes the same, and keeps the names and shapes."""
+    """An export after an update opens in plain Transformers, computes the same, and keeps the names and shapes."""
     source = model_folder(folder, kind, tied)
     target = folder / f"export_{kind}_{tied}_{dtype}_{world_size()}"
     (source / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": true}')
@@ -450,7 +450,7 @@ def check_export(folder: Path, kind: str, tied: bool, dtype: str, **settings: An
 
 
 def check_state_dict(folder: Path, **more: Any) -> None:
-    """Return a policy that loads another's state after one update makes the same second update, bit for bit."""
+    """A policy that loads another's state after one update makes the same second update, bit for bit."""
     batches = own_batches(make_samples(), 60)
     settings = {"warmup_steps": 3, "weight_decay": 0.1} | more
     first = make_policy(model_folder(folder), **settings)
@@ -465,7 +465,7 @@ def check_state_dict(folder: Path, **more: Any) -> None:
 
 
 def check_shifts(make: Callable[..., Any], parameters: Callable[[Any], list[Tensor]]) -> None:
-    """Return a policy that offloads its memory between updates makes the same updates, bit for bit, and syncs its weights.
+    """A policy that offloads its memory between updates makes the same updates, bit for bit, and syncs its weights.
 
     Args:
         make: makes a policy from a value of policy.offload.
@@ -513,7 +513,7 @@ def check_fsdp_shifts(folder: Path, **settings: Any) -> None:
 
 
 def check_reference_at_home(folder: Path) -> None:
-    """Return an offloaded reference is in memory only while it scores, and scores as one that stays there."""
+    """An offloaded reference is in memory only while it scores, and scores as one that stays there."""
     config = PolicyConfig(dtype="float32", offload_reference=True)
     home = FrozenPolicy(ModelConfig(path=str(model_folder(folder))), config, CPU)
     stays, batches = make_policy(model_folder(folder), trainable=False), own_batches(make_samples(), 60)

@@ -128,7 +128,7 @@ def by_row(batches: Batches, tables: list[Tensor]) -> dict[int, Tensor]:
 
 
 def check_others(folder: Path) -> None:
-    """Return values of a critic and of a head on the policy's trunk, and scores of a reference and a teacher; updates."""
+    """Values of a critic and of a head on the policy's trunk, and scores of a reference and a teacher; updates."""
     whole, shared = both(SAMPLES[rank() :: world_size()], 60)
     source = checks.model_folder(folder, "qwen2", True)
     found: list[list[Any]] = []
@@ -167,12 +167,12 @@ def check_others(folder: Path) -> None:
 def supervised(
     policy: FsdpPolicy, rows: list[sft.Transcript], batcher: Batcher, figures: list[Any]
 ) -> None:
-    """Return a supervised step, whose figures it appends."""
+    """A supervised step, whose figures it appends."""
     figures.append(sft.update(policy, rows, batcher, 0))
 
 
 def check_sft(folder: Path) -> None:
-    """Return a supervised step on rows with common beginnings, which are dealt out as units."""
+    """A supervised step on rows with common beginnings, which are dealt out as units."""
     found = []
     for share in (False, True):
         batch = {"tokens_per_micro_batch": 80, "share_prefixes": share, "shared_tokens_min": LEAST}
@@ -212,7 +212,7 @@ def routed(form: RouteFormat, samples: list[Sample], differ: tuple[int, ...] = (
 
 
 def check_mixture(folder: Path, ways: int = 1) -> None:
-    """Return a mixture with its own routes, and with recorded ones and a balance loss: gradients, loads and the loss."""
+    """A mixture with its own routes, and with recorded ones and a balance loss: gradients, loads and the loss."""
     source = checks.model_folder(folder, "qwen3_moe", False)
     form = checks.make_policy(source).routing.format  # type: ignore[union-attr]
     for given in (False, True, None):  # by the router, by the engine, and recorded in a pass before
@@ -244,7 +244,7 @@ def check_mixture(folder: Path, ways: int = 1) -> None:
 
 
 def check_differing_routes(folder: Path) -> None:
-    """Return a sibling with one other route shares the tokens before it, and no others."""
+    """A sibling with one other route shares the tokens before it, and no others."""
     source = checks.model_folder(folder, "qwen3_moe", False)
     form = checks.make_policy(source).routing.format  # type: ignore[union-attr]
     samples = routed(form, group(2, 20, [6]), differ=(1,))
@@ -276,7 +276,7 @@ def two_ranks(folder: Path) -> Checks:
 
 
 def check_part_without_targets(folder: Path) -> None:
-    """Return the first of two ranks has nothing but a part of the prompt."""
+    """The first of two ranks has nothing but a part of the prompt."""
     samples = group(2, 40, [5])
     source = checks.model_folder(folder, "qwen2", True)
     found = []

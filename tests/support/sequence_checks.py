@@ -40,7 +40,7 @@ def sharing(ways: int, check: Callable[[], None]) -> Callable[[], None]:
 
 
 def check_scores(folder: Path, kind: str, tied: bool) -> None:
-    """Return log-probabilities and entropies of whole sequences are, on every rank, those of the same packs on one rank."""
+    """Log-probabilities and entropies of whole sequences are, on every rank, those of the same packs on one rank."""
     policy = checks.make_policy(checks.model_folder(folder, kind, tied))
     samples = checks.own_samples(checks.make_samples())
     for budget in BUDGETS:
@@ -101,7 +101,7 @@ def check_update(
 
 
 def check_routes(folder: Path) -> None:
-    """Return a rank applies the given routes of its own tokens, and each token counts once among the experts' loads."""
+    """A rank applies the given routes of its own tokens, and each token counts once among the experts' loads."""
     policy = checks.make_policy(checks.model_folder(folder, "qwen3_moe", False))
     assert policy.routing is not None
     format, generator, samples = (
@@ -159,7 +159,7 @@ def check_idle_ranks(folder: Path) -> None:
 
 
 def check_goes_on_alone(folder: Path) -> None:
-    """Return a checkpoint of ranks that share continues on ranks that do not, with the same second update."""
+    """A checkpoint of ranks that share continues on ranks that do not, with the same second update."""
     source, ways = checks.model_folder(folder), checks.ways
 
     def step(policy: FsdpPolicy) -> float:
@@ -185,7 +185,7 @@ def transcripts(samples: list[Sample]) -> list[sft.Transcript]:
 
 
 def check_sft(folder: Path) -> None:
-    """Return a supervised step, and the held-out loss, are those of ranks that share nothing."""
+    """A supervised step, and the held-out loss, are those of ranks that share nothing."""
     source, results = checks.model_folder(folder), []
     for ways in (1, checks.ways):
         sections = {

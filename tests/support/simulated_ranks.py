@@ -222,7 +222,7 @@ def compare(specs: list[str]) -> list[dict[str, Any]]:
 
 
 def check_all_traffic(ranks: int) -> None:
-    """Return the plan for this number of ranks counts the collectives that are really called."""
+    """The plan for this number of ranks counts the collectives that are really called."""
     alike = mock.patch("sharding.ranks._swap", same_message)
     with tempfile.TemporaryDirectory() as folder, ranks_without_others(ranks), alike:
         for tied in (True, False):

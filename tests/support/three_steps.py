@@ -86,7 +86,7 @@ def check_steps(
     expected: list[Step],
     slack: float = 1.0,
 ) -> None:
-    """Return the policy's next steps are the expected ones, on all ranks together, to `slack` times float32 rounding.
+    """The policy's next steps are the expected ones, on all ranks together, to `slack` times float32 rounding.
 
     Args:
         gradient: returns a parameter's whole gradient, once backward is over.

@@ -92,7 +92,7 @@ def check_gradients(folder: Path, case: str) -> None:
 
 
 def check_critic(folder: Path, way: str) -> None:
-    """Return values and gradients of a critic with a trunk of its own are those of a plain model with a linear head."""
+    """Values and gradients of a critic with a trunk of its own are those of a plain model with a linear head."""
     processor = ImageProcessor(str(folder))
     samples, critic = make_rows(processor), critic_checks.make_critic(folder)
     plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)

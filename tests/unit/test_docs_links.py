@@ -112,5 +112,5 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
 
 
 def test_the_readme_is_two_screens() -> None:
-    """Return the README has at most 1200 words; longer explanations belong on pages in docs/."""
+    """The README has at most 1200 words; longer explanations belong on pages in docs/."""
     assert len((ROOT / "README.md").read_text().split()) <= 1200

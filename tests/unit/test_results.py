@@ -169,7 +169,7 @@ def test_a_setting_is_compared_with_the_baseline_seed_by_seed() -> None:
 
 
 def test_the_races_side_of_hotbunk_is_the_same_runs_as_grpo() -> None:
-    """Return the page says so: equal figures show that a seed decides a run, and are no further evidence."""
+    """The page says so: equal figures show that a seed decides a run, and are no further evidence."""
     for rows, others in zip(draw.runs("race_hotbunk"), draw.runs("grpo"), strict=True):
         for row, other in zip(rows, others, strict=True):
             keys = [

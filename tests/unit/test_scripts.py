@@ -268,7 +268,7 @@ def test_setup_takes_the_cuda_lock_where_nvidia_smi_lists_a_gpu(
 def test_the_dockerfile_installs_what_setup_asks_for_and_calls_it(
     clone: Path, recorded: Callable[..., str]
 ) -> None:
-    """Return the Dockerfile installs the Debian packages that setup.sh names, and the CUDA lock, without a visible GPU."""
+    """The Dockerfile installs the Debian packages that setup.sh names, and the CUDA lock, without a visible GPU."""
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert "IT HAS NOT BEEN BUILT" in dockerfile.partition("FROM")[0]
     installs, setup = re.findall(r"^RUN ((?:.*\\\n)*.*)$", dockerfile, re.MULTILINE)
@@ -357,7 +357,7 @@ def test_slurm_starts_one_launcher_a_node_with_all_of_its_cores(clone: Path) -> 
 def test_a_slurm_job_that_is_out_of_time_saves_and_is_queued_again(
     clone: Path, code: int, queued: bool
 ) -> None:
-    """Return the job is queued again unless the run has finished meanwhile."""
+    """The job is queued again unless the run has finished meanwhile."""
     programs = clone / "bin"
     write_stub(programs / "scontrol", 'if [ "$1" = show ]; then echo node7; else echo "scontrol $@"; fi')
     ends = f"trap 'echo saved; exit {code}' TERM\nkill -USR1 $PPID\nfor i in {{1..600}}; do /bin/sleep 0.1; done"

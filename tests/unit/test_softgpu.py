@@ -218,7 +218,7 @@ LATE = {"SOFTGPU_LATE": "1", "SOFTGPU_LATE_US": "60000"}
 
 
 def test_late_copies_are_seen_by_those_who_wait_for_them_only(start: Starts) -> None:
-    """Return the old bytes are read without a wait, on the host and on another stream; the new ones with it."""
+    """The old bytes are read without a wait, on the host and on another stream; the new ones with it."""
     process = start(**LATE)
     process(
         "one, two = stream(), stream(); a, b, c = (malloc(GRAIN) for _ in range(3)); write(a, 'new!')"

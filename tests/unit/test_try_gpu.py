@@ -28,7 +28,7 @@ def outcomes(folder: Path) -> dict[str, dict[str, Any]]:
 def test_each_check_ends_by_its_deadline_and_leaves_a_line_and_a_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Return the second check reads what the first has left; `hangs` starts a process, and neither of these ends by itself."""
+    """The second check reads what the first has left; `hangs` starts a process, and neither of these ends by itself."""
     left = f"import json; print(json.loads(open({str(tmp_path / 'results.jsonl')!r}).readline())['results'])"
     child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     checks = (

@@ -70,7 +70,7 @@ def test_the_wheels_metadata_names_command_licence_and_addresses(wheel: zipfile.
 def test_commands_of_an_installed_wheel_find_schema_and_templates(
     wheel: zipfile.ZipFile, tmp_path: Path
 ) -> None:
-    """Return the wheel is unpacked outside the repository, and is imported before an installed clone."""
+    """The wheel is unpacked outside the repository, and is imported before an installed clone."""
     wheel.extractall(tmp_path / "site")
     (tmp_path / "here").mkdir()
 

@@ -162,7 +162,7 @@ def two_ranks(models: str, results: str) -> None:
         both.manager.close()
 
     def moved() -> None:
-        """Return a shard of rank 1 moves to other memory: all ranks raise, and rank 0's worker is released."""
+        """A shard of rank 1 moves to other memory: all ranks raise, and rank 0's worker is released."""
         both = started(1, torch.float32)
         shard = both.tensors["columns"]._local_tensor  # type: ignore[attr-defined]
         if rank() == 1:

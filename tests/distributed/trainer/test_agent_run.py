@@ -8,7 +8,7 @@ from tests.support.rows import read_rows
 
 
 def test_episodes_of_several_turns_train_on_two_ranks(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Return the trainer's log-probabilities of all turns are the engines' in every step: same ids, same masks, same weights.
+    """The trainer's log-probabilities of all turns are the engines' in every step: same ids, same masks, same weights.
 
     The rollout is the example's, named by its file, with a setting of its own.
     """

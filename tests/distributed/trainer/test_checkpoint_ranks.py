@@ -91,7 +91,7 @@ def saves(folder: str) -> None:
 
 
 def trains_while_saving(folder: Path, policy: ShardedPolicy) -> None:
-    """Return the writer's thread and the training exchange at the same time, and do not mix their messages."""
+    """The writer's thread and the training exchange at the same time, and do not mix their messages."""
     writer = CheckpointWriter(folder, CheckpointConfig(), 60)
     moment = policy.full()
     writer.save(1, {"policy": policy}, {}, {})

@@ -46,7 +46,7 @@ def test_four_ranks_in_two_groups_equal_one_process(four_ranks: Failures, what: 
 def test_a_checkpoint_goes_from_two_ranks_to_four_and_to_one(
     one_rank: None, mixtures: Path, four_ranks: Failures
 ) -> None:
-    """Return the four ranks have experts in groups of four, and the one has all of them."""
+    """The four ranks have experts in groups of four, and the one has all of them."""
     for step in (1, 2):
         policy = expert_checks.make_policy(mixtures / "even", 1)
         checkpoint.load(mixtures / "even" / f"step_{step}", {"policy": policy})
@@ -54,7 +54,7 @@ def test_a_checkpoint_goes_from_two_ranks_to_four_and_to_one(
 
 
 def test_a_run_sends_split_experts_to_its_engines(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Return the second sync replays; everything that engines hold is compared with the ranks' shards."""
+    """The second sync replays; everything that engines hold is compared with the ranks' shards."""
     recipe = write_recipe(
         tmp_path,
         tiny_model(architecture="qwen3_moe", tied=False),

@@ -290,7 +290,7 @@ processes.run(lambda: init_process_group(600, "cpu"))
 def test_a_rank_that_waits_for_others_to_start_is_ended_by_a_signal(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Return the rank waits in C++, where no Python signal handler runs."""
+    """The rank waits in C++, where no Python signal handler runs."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = os.environ | {

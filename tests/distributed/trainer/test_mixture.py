@@ -82,7 +82,7 @@ def learn(
 def test_every_update_of_a_step_replays_the_routes_of_the_first_pass(
     one_rank: None, models: Path
 ) -> None:
-    """Return the first update's log-probabilities therefore equal those before it, bit for bit."""
+    """The first update's log-probabilities therefore equal those before it, bit for bit."""
     config = mixture_config(models, "recorded", algorithm={"num_iterations": 3})
     [(policy, metrics)] = learn(config, answers(routed=False))
     assert len(policy.seen) == 3 and all(routes is not None for routes in policy.seen[0])
@@ -131,7 +131,7 @@ def test_a_missing_row_of_routes_is_an_error_that_names_the_sample(one_rank: Non
 
 
 def test_a_balance_loss_evens_out_the_load(one_rank: None, models: Path) -> None:
-    """Return the load evens out over fifty updates on answers of equal reward, where nothing else moves the router."""
+    """The load evens out over fifty updates on answers of equal reward, where nothing else moves the router."""
     equal_answers, falls = answers(routed=False, rewards=(0.0,) * 4), {}
     for coef in (0.0, 0.1):
         config = mixture_config(

@@ -125,7 +125,7 @@ def test_ranks_with_one_long_seven_short_and_no_sequences_agree(models: Path) ->
 def test_an_export_may_be_in_several_files(
     one_rank: None, models: Path, tmp_path: Path, kind: str, tied: bool
 ) -> None:
-    """Return the files have an index, as those of large models do, and are read back through it."""
+    """The files have an index, as those of large models do, and are read back through it."""
     source = checks.model_folder(models, kind, tied)
     policy = checks.make_policy(source)
     save_pretrained(policy.model, tmp_path, torch.float32, source, shard_bytes=20_000)
@@ -146,7 +146,7 @@ def test_a_reference_has_no_optimizer_and_no_gradients(one_rank: None, models: P
 
 
 def test_checkpoint_views_of_fused_experts_go_expert_by_expert(models: Path) -> None:
-    """Return the gate of each expert is before its up projection; the views equal slices of a real tensor."""
+    """The gate of each expert is before its up projection; the views equal slices of a real tensor."""
     source = checks.model_folder(models, "qwen3_moe", False)
     model = build_meta_model(source, ModelConfig(path=str(source)), torch.float32, checks.CPU)
     stored = load_file(source / "model.safetensors")

@@ -31,7 +31,7 @@ def test_ranks_that_share_sequences_are_as_close_to_their_engines(
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_trains_on_two_ranks(trained: dict[str, Any], preset: str) -> None:
-    """Return metrics are finite and equal on both ranks, weights move, and trainer and engine have the same probabilities."""
+    """Metrics are finite and equal on both ranks, weights move, and trainer and engine have the same probabilities."""
     report = trained[preset]
     rows = report["rows"]
     assert len(rows) == checks.STEPS and checks.finite(rows) and report["ranks agree"]

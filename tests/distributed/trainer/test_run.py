@@ -95,7 +95,7 @@ def test_a_run_writes_the_record_it_promises(undisturbed: Run) -> None:
 
 
 def test_an_undisturbed_run_prints_only_hotbunks_own_lines(side_by_side: tuple[Run, Run]) -> None:
-    """Return the run has no profiler, which would print. It reports that its reward function leaves processes."""
+    """The run has no profiler, which would print. It reports that its reward function leaves processes."""
     expected = re.compile(
         r"· |[╭│╰]|\s*\d/2 |\s*step +reward|\[hotbunk\] rank \d is gone; ended what it left behind: "
     )
@@ -125,7 +125,7 @@ def test_a_run_listens_on_loopback_alone(undisturbed: Run) -> None:
 def test_a_run_asked_to_end_resumes_and_equals_the_undisturbed_one(
     recipe: Path, undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Return the run is asked to end while a rollout hangs and the policy is offloaded: it gives up the step, and saves.
+    """The run is asked to end while a rollout hangs and the policy is offloaded: it gives up the step, and saves.
 
     Its checkpoint is damaged afterwards, so that the next start resumes from the one before. A rank of that start is
     killed, and the supervisor restarts the run.
@@ -224,7 +224,7 @@ def test_a_zero_copy_run_learns_and_is_resumed_by_a_staged_one(
 def test_a_run_by_pull_equals_a_staged_one_bit_for_bit(
     tiny_model: TinyModel, tmp_path: Path, lora: dict[str, object]
 ) -> None:
-    """Return weights are cast to bfloat16 on the way; the runs have an evaluation, a checkpoint and, in one case, adapters."""
+    """Weights are cast to bfloat16 on the way; the runs have an evaluation, a checkpoint and, in one case, adapters."""
     recipe = write_recipe(
         tmp_path,
         tiny_model(),
@@ -308,7 +308,7 @@ def test_evaluation_changes_nothing_in_training(overdue: Run, undisturbed: Run) 
 def test_a_run_disturbed_at_random_equals_the_undisturbed_one_bit_for_bit(
     recipe: Path, undisturbed: Run
 ) -> None:
-    """Return a reward worker, an engine and a guardian are killed, a rank is stopped for a while, a start is interrupted.
+    """A reward worker, an engine and a guardian are killed, a rank is stopped for a while, a start is interrupted.
 
     The engine's weights are packed: with plain ones MKL's last bit depends on how many requests happen to be decoded
     together. tests/support/killed_run.py does more of this.
@@ -331,7 +331,7 @@ def test_a_run_disturbed_at_random_equals_the_undisturbed_one_bit_for_bit(
 def test_a_supervised_run_survives_the_death_of_an_engine_and_of_the_launcher(
     recipe: Path, undisturbed: Run
 ) -> None:
-    """Return `tests/support/killed_run.py --alone` kills forty times."""
+    """`tests/support/killed_run.py --alone` kills forty times."""
     kills = [(2, "engine", "rollout", 0.05), (4, "launcher", "update", 0.0)]
     assert survived(recipe, kills, undisturbed, ranks=2, name="alone", preloaded=True) == []
 

@@ -87,7 +87,7 @@ def test_the_result_opens_in_plain_transformers(trained: Path) -> None:
 
 
 def test_a_resumed_warm_start_ends_with_the_weights_of_an_undisturbed_one(trained: Path) -> None:
-    """Return the run resumes from the checkpoint of step 30, in another folder, on one rank."""
+    """The run resumes from the checkpoint of step 30, in another folder, on one rank."""
     start = trained / "runs" / "on_1" / "checkpoints" / "step_30"
     output = run_ranks(train, 1, timeout=120, arguments=[str(trained), "resumed", str(start)])
     assert f"resuming from {start}, after step 30" in output
@@ -100,7 +100,7 @@ def test_a_resumed_warm_start_ends_with_the_weights_of_an_undisturbed_one(traine
 
 
 def test_other_commands_accept_the_folder_of_a_warm_start(trained: Path) -> None:
-    """Return the held-out loss is the one that plain Transformers computes."""
+    """The held-out loss is the one that plain Transformers computes."""
     folder = trained / "runs" / "on_2"
     assert model_folder(str(folder)) == folder / "model"
     # Two ranks saved them

@@ -30,7 +30,7 @@ def page_shows(text: str) -> bool:
 def test_commands_of_the_tutorial_do_what_the_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Return the long run with the first reward is left out: the run with the second one is interrupted and resumed."""
+    """The long run with the first reward is left out: the run with the second one is interrupted and resumed."""
     monkeypatch.chdir(tmp_path)
     assert main(command("new")) == 0
     assert page_shows(capsys.readouterr().out.splitlines()[0])

@@ -65,7 +65,7 @@ def warm_start(recipe: str) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_client_that_adds_an_image_trains_from_a_warm_start(tmp_path: Path) -> None:
-    """Return the example of scripts/ makes two steps at level 6, from the model of `hotbunk sft` on the same rows."""
+    """The example of scripts/ makes two steps at level 6, from the model of `hotbunk sft` on the same rows."""
     model, sections = multimodal_sections(tmp_path)
     rows = [{"prompt": "Name it: ", "image": f"{28 * n}.png", "answer": str(n)} for n in (1, 2, 3)] * 4
     data = tmp_path / "named.jsonl"

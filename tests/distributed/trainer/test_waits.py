@@ -48,7 +48,7 @@ def test_no_micro_batch_waits_for_the_device(folder: Path, kind: str) -> None:
 
 
 def look_for_waits(kind: str, folder: str) -> None:
-    """Return an update of four micro-batches waits no more often than one of a single micro-batch."""
+    """An update of four micro-batches waits no more often than one of a single micro-batch."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     ranks._swap = same_message
     model = build(kind, ModelConfig(path=folder))

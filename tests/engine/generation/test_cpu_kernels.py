@@ -69,7 +69,7 @@ def test_onednns_instruction_set_is_capped_unless_the_user_has_set_it(
 
 @pytest.mark.parametrize("packed", ["linear", "convolution"])
 def test_a_weight_that_is_packed_unexpectedly_is_named_with_its_remedy(packed: str) -> None:
-    """Return a kernel of a later vLLM release might pack it."""
+    """A kernel of a later vLLM release might pack it."""
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
     check_unpacked(model, [])
     layer: SimpleNamespace | torch.nn.Module = model["b"]
@@ -85,7 +85,7 @@ def test_a_weight_that_is_packed_unexpectedly_is_named_with_its_remedy(packed: s
 
 
 def test_queries_of_three_dimensions_and_prompts_at_any_place_are_computed_alike() -> None:
-    """Return the worker is imported in a process of its own, since its import decides what torch reports of the processor."""
+    """The worker is imported in a process of its own, since its import decides what torch reports of the processor."""
     program = """
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config

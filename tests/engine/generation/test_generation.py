@@ -86,7 +86,7 @@ def run(
 def test_on_a_terminal_an_answer_is_printed_as_it_is_generated(
     leader: Leader, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Return the pieces add up to the answer that a pipe gets at once; a character is printed when all its bytes are there."""
+    """The pieces add up to the answer that a pipe gets at once; a character is printed when all its bytes are there."""
     prompt, sampling = PROMPTS[0], SamplingSettings(max_tokens=40, temperature=0.0)
     tokenizer = AutoTokenizer.from_pretrained(model)
     monkeypatch.setattr(generate, "on_checkpoint", lambda command, settings, job: job(leader))

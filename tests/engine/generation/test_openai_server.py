@@ -150,7 +150,7 @@ def test_the_server_lists_its_paths_and_listens_on_loopback(
 def test_an_unmodified_client_is_captured_exactly(
     server: OpenAIServer, leader: Leader, tiny_qwen2: Path, stream: bool, echo: str
 ) -> None:
-    """Return the official client talks for four turns under one key.
+    """The official client talks for four turns under one key.
 
     Every prompt begins with all ids before it, whatever was sampled, and the one trajectory has the log-probabilities
     that plain Transformers computes.
@@ -305,7 +305,7 @@ CALL = {"name": "add", "arguments": {"a": 4}}
 
 
 def test_calls_of_tools_stay_in_one_trajectory_of_responses(leader: Leader) -> None:
-    """Return the template spells a call differently than it was sampled, and the client does not repeat it."""
+    """The template spells a call differently than it was sampled, and the client does not repeat it."""
     for server in serving(leader):
         key = opened(server, leader)
         api = client(server, key)
@@ -381,7 +381,7 @@ serve(agent)
 def test_level_6_an_agent_may_run_in_a_python_of_its_own(
     leader: Leader, tiny_qwen2: Path, tmp_path: Path
 ) -> None:
-    """Return the agent has only the standard library; a failure costs its episode, and leaves no process."""
+    """The agent has only the standard library; a failure costs its episode, and leaves no process."""
     shutil.copy(ROOT / "generation" / "rollouts" / "elsewhere" / "hotbunk_client.py", tmp_path)
     (tmp_path / "agent.py").write_text(AGENT)
     command = ClientCommand(
@@ -459,7 +459,7 @@ def test_refusals_by_other_interfaces_use_their_names_of_settings(
 
 
 def test_metrics_need_the_servers_own_key(free: OpenAIServer, leader: Leader) -> None:
-    """Return metrics cover all trajectories, and a trajectory's key opens only its own."""
+    """Metrics cover all trajectories, and a trajectory's key opens only its own."""
     key = opened(free, leader)
     client(free, key).completions.create(model="policy", prompt="?", max_tokens=1)
     for bearer, status in (("secret", 200), (key, 401), ("no", 401)):
@@ -481,7 +481,7 @@ def _figures(text: str) -> str:
 
 
 def test_tools_that_change_begin_another_trajectory(server: OpenAIServer, leader: Leader) -> None:
-    """Return the ids so far do not contain the tools, so continuing them would hide the tools from the policy."""
+    """The ids so far do not contain the tools, so continuing them would hide the tools from the policy."""
     key = opened(server, leader)
     message = (
         client(server, key).chat.completions.create(model="policy", messages=QUESTION).choices[0].message
@@ -829,7 +829,7 @@ SUMS = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
 def test_level_6_runs_an_environment_of_verifiers_in_its_own_python(
     leader: Leader, tiny_qwen2: Path
 ) -> None:
-    """Return the real package, installed by scripts/try_ecosystem.sh, provides tasks, rewards and metrics."""
+    """The real package, installed by scripts/try_ecosystem.sh, provides tasks, rewards and metrics."""
     python = ROOT / "runs" / "ecosystem" / "verifiers" / "bin" / "python"
     if not python.exists():
         pytest.skip(f"verifiers is not installed in {python}: run scripts/try_ecosystem.sh")
@@ -1041,7 +1041,7 @@ def test_requests_with_a_foreign_host_are_refused_on_loopback(server: OpenAIServ
 def test_a_body_is_limited_in_size_and_time(
     strict: OpenAIServer, head: bytes, body: bytes, status: int
 ) -> None:
-    """Return the connection ends with the answer: the server does not wait for the rest."""
+    """The connection ends with the answer: the server does not wait for the rest."""
     address = ("127.0.0.1", httpx.URL(strict.base_url).port or 0)
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(socket.create_connection(address, timeout=120)) for _ in GOOD]

@@ -152,7 +152,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def test_the_default_is_one_generation_with_the_same_seed(
     leader: Leader, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Return the tokens are vLLM's; naming the default, or a function that does the same, changes nothing.
+    """The tokens are vLLM's; naming the default, or a function that does the same, changes nothing.
 
     Log-probabilities agree only to rounding: arrival times decide which requests share a forward pass.
     """
@@ -181,7 +181,7 @@ def test_the_default_is_one_generation_with_the_same_seed(
 def test_the_result_of_an_inline_call_follows_it_in_the_answer(
     leader: Leader, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Return the engine stops at a call, the tool runs, and the answer continues. The result is not trained on."""
+    """The engine stops at a call, the tool runs, and the answer continues. The result is not trained on."""
     inline = inline_rollout(agent(tokenizer, multiply, add))
     results = run(leader, tokenizer, inline, tokenizer(list(POC))["input_ids"])
     for done, (call, result, after) in zip(results, POC.values(), strict=True):

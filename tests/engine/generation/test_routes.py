@@ -162,7 +162,7 @@ def test_tokens_that_were_not_sampled_have_routes_as_well(leader: Leader) -> Non
 
 
 def test_an_answer_in_slices_has_the_routes_of_an_uncut_one(leader: Leader) -> None:
-    """Return the routes come from the last slice, whose prompt is everything before it."""
+    """The routes come from the last slice, whose prompt is everything before it."""
 
     async def answer(turnstile: Turnstile | None) -> Generation:
         sampling, place = SamplingSettings(max_tokens=40), {"seed": 5, "policy_version": 0}
@@ -214,7 +214,7 @@ def test_each_of_several_answers_to_a_request_has_its_own_routes(leader: Leader)
 
 
 def test_the_engines_routes_bring_the_trainer_closer_to_it(leader: Leader, model: Path) -> None:
-    """Return the engine is in bfloat16, the trainer in float32, where some tokens are routed differently.
+    """The engine is in bfloat16, the trainer in float32, where some tokens are routed differently.
 
     The largest gap falls to a quarter or less, and the 95th percentile to a half or less.
     """

@@ -249,7 +249,7 @@ class Texts:
 def test_a_coroutine_may_prompt_with_texts_without_losing_exact_ids(
     leader: Leader, tokenizer: Any, model: Path
 ) -> None:
-    """Return the tiny model samples bytes that are not text, which would change if they were decoded and encoded again."""
+    """The tiny model samples bytes that are not text, which would change if they were decoded and encoded again."""
     trajectories = sample(leader, tokenizer, Texts(), config=settings(group=4))
     assert_on_policy(model, trajectories)
     once = sample(leader, tokenizer, OneShotRolloutSampler(), config=settings(group=4))

@@ -106,7 +106,7 @@ def uncut(leader: Leader, sampling: SamplingSettings = SAMPLED) -> list[Generati
 def test_an_answer_in_slices_is_the_uncut_one_bit_for_bit(
     leaders: dict[str, Leader], name: str, temperature: float
 ) -> None:
-    """Return log-probabilities are equal, too, with a prefix cache and without, and when vLLM runs out of room."""
+    """Log-probabilities are equal, too, with a prefix cache and without, and when vLLM runs out of room."""
     leader = leaders[name]
     expected = uncut(leader, replace(SAMPLED, temperature=temperature))
     assert (
@@ -129,7 +129,7 @@ def test_preempted_answers_are_counted(leaders: dict[str, Leader]) -> None:
 def test_an_answer_continues_after_a_sleep_and_on_another_engine(
     both: Colocated, leaders: dict[str, Leader]
 ) -> None:
-    """Return the tokens are equal, first in one batch with weights sent before each slice, then alone on another engine."""
+    """The tokens are equal, first in one batch with weights sent before each slice, then alone on another engine."""
     results, other = uncut(leaders["float32"]), leaders["no cache"]
     with Episodes(both.leader, 7, answers(both.leader)) as episodes:
         for _ in range(3):
@@ -150,7 +150,7 @@ def test_an_answer_continues_after_a_sleep_and_on_another_engine(
 
 
 def test_each_token_has_the_version_that_sampled_it(both: Colocated) -> None:
-    """Return a segment's log-probabilities are the trainer's with the weights of its version, and not with others."""
+    """A segment's log-probabilities are the trainer's with the weights of its version, and not with others."""
     states, policy = dict[int, dict[str, Any]](), both.policy
     with Episodes(both.leader, 20, answers(both.leader)) as episodes:
         for version in (0, 1, 1, 2):  # two slices of version 1
@@ -182,7 +182,7 @@ def test_each_token_has_the_version_that_sampled_it(both: Colocated) -> None:
 
 
 def test_an_answer_ends_where_it_would_end_uncut(leaders: dict[str, Leader]) -> None:
-    """Return an answer ends by its budget, by a stop token that is the last of a slice, or by the end of the context."""
+    """An answer ends by its budget, by a stop token that is the last of a slice, or by the end of the context."""
     leader, small = leaders["float32"], leaders["no cache"]
     long = next(one for one in uncut(leader) if len(one.token_ids) == 80)
     stop_at = next(i for i in range(5, 80) if long.token_ids[i] not in long.token_ids[:i])

@@ -51,7 +51,7 @@ def test_the_example_loop_trains_and_its_parts_agree(tiny_qwen2: Path, tmp_path:
 
 @pytest.mark.parametrize("call", ["update_weights_via_ipc_zmq(", "update_weights_from_collective("])
 def test_a_policy_updates_nemo_rls_engines(call: str, tiny_qwen2: Path, tmp_path: Path) -> None:
-    """Return weights change where the page says `train here`; plain Transformers with the same changes answers the same."""
+    """Weights change where the page says `train here`; plain Transformers with the same changes answers the same."""
     code = code_with(call)
     assert code.count("\n") < 45
     code, changes = re.subn(r"# train here.*", TRAINED, code)

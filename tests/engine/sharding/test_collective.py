@@ -193,7 +193,7 @@ def test_the_refusal_of_one_worker_fails_all_and_names_it(apart: Apart) -> None:
 
 
 def test_weights_of_an_iterator_are_sent_once_and_cannot_be_compared(apart: Apart) -> None:
-    """Return the first engine keeps weights as they are sent, so a source that can be read twice would be compared with it."""
+    """The first engine keeps weights as they are sent, so a source that can be read twice would be compared with it."""
     apart.policy.randomise(apart.policy.version + 50)
     stream = StreamSource(apart.sender.refit_info(), apart.policy.model.named_parameters())
     with pytest.MonkeyPatch.context() as patch:
@@ -373,7 +373,7 @@ def test_weights_from_a_folder_are_the_policys_or_raise(apart: Apart, tmp_path: 
 
 
 def test_a_killed_engine_ends_the_update_on_all_engines(apart: Apart) -> None:
-    """Return this test is the file's last, since it leaves only one engine."""
+    """This test is the file's last, since it leaves only one engine."""
     first, second = apart.engines
     gather, calls = apart.sender._update.source.gather_into, []
 

@@ -63,7 +63,7 @@ def test_an_engine_computes_with_the_decay_of_every_version(
 def assert_a_shifted_pack_is_named(
     policy: HfPolicy, answers: list[Generation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Return a trainer that packs these answers agrees with the engine, and is told apart once a boundary is off by one."""
+    """A trainer that packs these answers agrees with the engine, and is told apart once a boundary is off by one."""
     samples = []
     for answer in answers:
         trajectory = Trajectory(0, 0, answer.prompt_ids)
@@ -95,7 +95,7 @@ def assert_a_shifted_pack_is_named(
 
 
 def assert_a_packed_convolution_is_named(both: Colocated) -> None:
-    """Return a convolution that vLLM has packed is not written as it is, and no update of it is called verified."""
+    """A convolution that vLLM has packed is not written as it is, and no update of it is called verified."""
     [outcome] = both.leader.thread.run(both.leader.engine.ask_workers("pack_convolution"), 60, "a fault")
     both.policy.randomise(4)
     both.manager.sleep()
@@ -104,7 +104,7 @@ def assert_a_packed_convolution_is_named(both: Colocated) -> None:
 
 
 def test_a_buffer_that_is_not_sent_is_named_in_the_first_sync(tmp_path: Path) -> None:
-    """Return the routers' correction bias is a buffer in Transformers, and a parameter in vLLM."""
+    """The routers' correction bias is a buffer in Transformers, and a parameter in vLLM."""
     make_family("glm4_moe", tmp_path)
     policy = HfPolicy(tmp_path)
     source = FsdpWeightSource(

@@ -151,7 +151,7 @@ def test_an_adapter_sent_alone_gives_pefts_log_probabilities(
 
 
 def check_slices(leader: Leader, version: int) -> None:
-    """Return an answer with the adapter is the same in slices: its cached prefix belongs to the adapter, too."""
+    """An answer with the adapter is the same in slices: its cached prefix belongs to the adapter, too."""
 
     async def answer(turnstile: Turnstile | None) -> Generation:
         settings = SamplingSettings(max_tokens=60)
@@ -201,7 +201,7 @@ def test_merged_copies_give_pefts_log_probabilities(
 def test_adapters_on_a_mixture_are_merged_and_replay_the_engines_routes(
     mixture: Leader, one_rank: None
 ) -> None:
-    """Return the engine is in bfloat16, and the float32 trainer is closer to it with its routes."""
+    """The engine is in bfloat16, and the float32 trainer is closer to it with its routes."""
     lora = LoraConfig(rank=4, alpha=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     model = ModelConfig(path=mixture.engine.settings.model, routes="engine")
     policy = FsdpPolicy(model, PolicyConfig(dtype="float32"), torch.device("cpu"), lora=lora)

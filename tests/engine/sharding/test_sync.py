@@ -43,7 +43,7 @@ PROMPT = [14, 50, 77, 120, 9]
 def test_sync_of_random_weights_equals_a_fresh_engine(
     architecture: str, tied: bool, tmp_path: Path
 ) -> None:
-    """Return weights are replaced in place, or packed, in which case vLLM reloads them layer by layer."""
+    """Weights are replaced in place, or packed, in which case vLLM reloads them layer by layer."""
     folder = make_tiny_model(tmp_path / "start", architecture=architecture, tied=tied, layers=2)
     greedy = [synced(folder, architecture, plain, tmp_path / "trained") for plain in (True, False)]
     _copy_tokenizer(folder, tmp_path / "trained")
@@ -82,7 +82,7 @@ def synced(folder: Path, architecture: str, plain: bool, trained: Path) -> Gener
 
 
 def test_weights_of_experts_are_verified_like_all_others(tmp_path: Path) -> None:
-    """Return a wrong byte in any weight is found and named, in the first update and later."""
+    """A wrong byte in any weight is found and named, in the first update and later."""
     folder = make_tiny_model(tmp_path / "start", architecture="qwen3_moe", tied=False, layers=2)
     with Colocated(folder, routes=True, bucket=1 << 22) as both:  # nothing is sent in parts
         both.manager.sleep()
@@ -124,7 +124,7 @@ def test_weights_of_experts_are_verified_like_all_others(tmp_path: Path) -> None
 
 
 def assert_routes_are_the_policys(both: Colocated, seed: int) -> None:
-    """Return the engine chooses the experts that the policy's routers choose, with float32 on both sides.
+    """The engine chooses the experts that the policy's routers choose, with float32 on both sides.
 
     So the policy is as close to the engine with its own routes as with the engine's.
     """

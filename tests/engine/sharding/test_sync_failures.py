@@ -44,7 +44,7 @@ def opened_and_closed(both: Colocated) -> tuple[int, int]:
 
 
 def assert_repaired(both: Colocated) -> None:
-    """Return a complete sync makes the engine agree with the policy again."""
+    """A complete sync makes the engine agree with the policy again."""
     both.policy.randomise(seed=both.policy.version + 100)
     if both.leader.engine.state.memory.value != "asleep":
         both.manager.sleep()
@@ -112,7 +112,7 @@ def test_a_weight_of_the_wrong_shape_is_fatal_and_named(
 
 
 def test_a_wrong_byte_on_the_way_is_found(both: Colocated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Return values of one weight change on the way; digests of the policy's weights, or log-probabilities, reveal it."""
+    """Values of one weight change on the way; digests of the policy's weights, or log-probabilities, reveal it."""
     name = "model.layers.0.input_layernorm.weight"
     gather, calls = both.source.gather_into, []
 
@@ -151,7 +151,7 @@ def test_generating_asleep_or_stale_raises_and_names_both_versions(both: Colocat
 
 
 def test_cached_prefixes_of_old_weights_are_forgotten(both: Colocated) -> None:
-    """Return the engine stays awake between two syncs, so only the reset separates old blocks from new weights."""
+    """The engine stays awake between two syncs, so only the reset separates old blocks from new weights."""
     prompt = [20 + i for i in range(64)]  # longer than several blocks of the prefix cache
     if both.leader.engine.state.memory.value == "asleep":
         both.manager.wake(both.policy)
@@ -274,7 +274,7 @@ def test_two_hundred_syncs_open_the_staging_memory_once_and_leak_nothing(both: C
 def test_staging_memory_is_closed_as_often_as_it_was_opened(
     both: Colocated,
 ) -> None:
-    """Return the trainer alone closes it, as on a GPU, where the KV cache needs the space, and the worker notices."""
+    """The trainer alone closes it, as on a GPU, where the KV cache needs the space, and the worker notices."""
     assert_repaired(both)
     opened, closed = opened_and_closed(both)
     for _ in range(5):
@@ -294,7 +294,7 @@ def test_staging_is_bounded_by_two_buckets(both: Colocated) -> None:
 def test_weights_larger_than_a_bucket_reach_the_engine_in_parts(
     both: Colocated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Return weights that are packed for oneDNN are sent whole."""
+    """Weights that are packed for oneDNN are sent whole."""
     bucket, manager = 1 << 13, both.manager
     largest = max(parameter.nbytes for parameter in manager._update.parameters)
     assert largest > 4 * bucket
@@ -329,7 +329,7 @@ def test_verifying_samples_compares_all_weights_over_many_updates(
 
 
 def test_the_death_of_a_worker_ends_the_update_and_is_named(tiny_model: TinyModel) -> None:
-    """Return the test has an engine of its own, since nothing repairs it."""
+    """The test has an engine of its own, since nothing repairs it."""
     in_use = staging_in_use()
     with Colocated(tiny_model()) as both:
         both.manager.sleep()

@@ -114,7 +114,7 @@ def play(both: Colocated, prompts: list[Sample], sampling: SamplingSettings) -> 
 def test_an_engine_reads_images_through_the_weights_it_was_sent(
     kind: str, tied: bool, shared: bool, tiny_vlm: TinyModel, tmp_path: Path
 ) -> None:
-    """Return weights are sent, or shared with the policy; the second sync replays, and the cache keeps nothing of the first.
+    """Weights are sent, or shared with the policy; the second sync replays, and the cache keeps nothing of the first.
 
     The log-probabilities are those of the trained module, packed and padded: 0, 1 and 3 images a row, of different
     sizes, first and last, beside rows without, and two turns with an image each. The export opens in plain Transformers

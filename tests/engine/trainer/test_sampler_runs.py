@@ -72,7 +72,7 @@ def completions(run: Run) -> list[dict[str, Any]]:
 
 
 def test_a_module_of_chatlearn_samples_a_whole_run(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Return the module's decoded answers are shown and rewarded, it evaluates itself, and its hyper-parameters apply."""
+    """The module's decoded answers are shown and rewarded, it evaluates itself, and its hyper-parameters apply."""
     sections: dict[str, Any] = {
         "run": {"steps": STEPS},
         "eval": {"every": 2, "temperature": 0.0, "max_tokens": 4},

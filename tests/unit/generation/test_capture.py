@@ -33,7 +33,7 @@ def test_turns_are_joined_and_what_lies_between_is_masked() -> None:
 
 
 def test_a_turn_continues_the_turn_before_it_and_not_an_earlier_one() -> None:
-    """Return a turn whose prompt begins with the ids of two turns continues the later one."""
+    """A turn whose prompt begins with the ids of two turns continues the later one."""
     first = generation([1, 2], [10])
     second = generation([*first.ids, 3], [11])
     (t,) = captured(first, second, generation([*second.ids, 4], [12])).trajectories()
@@ -74,7 +74,7 @@ SPANS = st.lists(
 def test_the_masks_sum_to_the_number_of_sampled_tokens(
     spans: list[tuple[int, list[int], list[int]]],
 ) -> None:
-    """Return the sums agree for random trees, in which generations continue earlier ones or begin anew, and ids
+    """The sums agree for random trees, in which generations continue earlier ones or begin anew, and ids
     collide often.
     """
     made: list[Generation] = []

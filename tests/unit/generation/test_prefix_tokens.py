@@ -161,7 +161,7 @@ def test_thoughts_and_turns_that_a_template_drops_stay(
 
 
 def test_counting_ends_would_lose_a_users_turn(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Return a tool's reply and a question follow the answer although the template has dropped two turns before it."""
+    """A tool's reply and a question follow the answer although the template has dropped two turns before it."""
     template = CHAT.replace("in messages", "in messages[-4:]") + OPENING
     messages = [*talk("q0", "a0", "q1", "a1"), {"role": "tool", "content": "42"}, *talk("q2")]
     # Sampled up to the end, not the newline
@@ -200,7 +200,7 @@ def test_messages_of_another_conversation_are_refused(
 
 
 def test_any_of_several_end_tokens_ends_an_answer(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Return the policy's EOS, which differs from the template's, stays in the ids."""
+    """The policy's EOS, which differs from the template's, stays in the ids."""
     prompt, pad = rendered(tokenizer, CHAT + OPENING, talk("q0"), True), tokenizer.pad_token_id
     ids = [*prompt, *tokenizer("so")["input_ids"], pad]
     result = spliced(
@@ -338,7 +338,7 @@ def test_conversations_are_templated_again_where_ids_cannot_be_kept(
 def test_an_answer_that_a_stop_string_has_cut_within_a_word_is_kept(
     answer_text: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Return the client has the text before the stop string, the ids have all that was sampled."""
+    """The client has the text before the stop string, the ids have all that was sampled."""
     ids = [*rendered(tokenizer, CHAT + OPENING, talk("q"), True), *tokenizer("one two")["input_ids"]]
     after = "<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n"
     conversation_ids = [*ids, *tokenizer(after, add_special_tokens=False)["input_ids"]]

@@ -56,7 +56,7 @@ def test_the_newest_version_is_the_trajectory_s() -> None:
 
 
 def test_a_trajectory_has_the_versions_of_its_answers() -> None:
-    """Return a turn at versions 3 and 4, a tool's reply, a turn at 4 and 6; answers of other conversations do not count."""
+    """A turn at versions 3 and 4, a tool's reply, a turn at 4 and 6; answers of other conversations do not count."""
     done = Trajectory(
         0, 0, [1, 2], [7, 8, 9, 50, 51, 10, 11], [1, 1, 1, 0, 0, 1, 1], [0.0] * 7, weight_version=3
     )

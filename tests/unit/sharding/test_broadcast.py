@@ -114,7 +114,7 @@ def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 def test_recorded_weights_are_sent_once_and_verified_on_each_workers_part(
     apart: Apart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Return a second send of all weights is needed only where the source cannot say what its rank holds."""
+    """A second send of all weights is needed only where the source cannot say what its rank holds."""
     kinds: list[str] = []
     post = Link.post
     monkeypatch.setattr(
@@ -212,7 +212,7 @@ def test_ten_patched_updates_are_the_policys_on_every_worker_in_few_bytes(patche
 def test_what_a_patch_does_not_prove_is_found_and_everything_sent_again(
     patched: Apart, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Return a wrong word in a worker's weights, on the way, or in what rank 0 knows of them."""
+    """A wrong word in a worker's weights, on the way, or in what rank 0 knows of them."""
     replace, last_sent = LastSent.replace, patched.sender._update.transport.last_sent  # type: ignore[attr-defined]
 
     def damaged(self: LastSent, bucket: Tensor, fields: dict[str, Any]) -> Tensor | None:

@@ -76,7 +76,7 @@ def test_bytes_that_are_no_message_end_the_connecting_with_a_sentence(
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
 def test_a_worker_with_an_invalid_answer_fails_only_its_rank(tmp_path: Path, garbage: bytes) -> None:
-    """Return the rank records the failure, and continues with the others' collectives."""
+    """The rank records the failure, and continues with the others' collectives."""
     listener = Listener(tmp_path, "weights-0")
     worker = raw_socket(listener.endpoint)
     hello = {"kind": "hello", "secret": listener.secret, "device_id": "cpu:0", "pid": 1}

@@ -187,7 +187,7 @@ def test_a_bucket_that_fails_in_the_loader_leaves_nothing_mapped(
 def test_shards_are_opened_once_by_each_worker_and_freed_when_all_have_let_go(
     ipc: FakeIpc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Return a storage of two shards and one of one, read in ten updates by two workers; then another policy's."""
+    """A storage of two shards and one of one, read in ten updates by two workers; then another policy's."""
     device = torch.device("cuda", 0)
     monkeypatch.setattr(pull, "wait_for_writes", lambda device: None)
     monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: ipc.empty(size, dtype).zero_())

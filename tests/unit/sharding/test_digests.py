@@ -42,7 +42,7 @@ def places(view: View) -> list[int]:
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("columns", [1200, 1203])
 def test_sums_are_what_python_integers_give(dtype: torch.dtype, turned: bool, columns: int) -> None:
-    """Return the sums of two blocks equal those of Python integers. The second block is shorter, one element in front puts
+    """The sums of two blocks equal those of Python integers. The second block is shorter, one element in front puts
     both off the words of memory, and they have from 9 lines of words to more than a page.
     """
     memory = (torch.randn(1 + 90 * columns, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)
@@ -110,7 +110,7 @@ def test_up_to_three_wrong_bits_anywhere_change_the_digest(wrong: list[tuple[int
 
 @pytest.mark.parametrize("far", [1, 2, 256, 2**15, 2**15 + 256, 2**15 + 258])
 def test_a_value_and_its_negative_that_changed_places_change_it(far: int) -> None:
-    """Return a value and its negative that swap places change the digest, one word, line or page apart and in several of these
+    """A value and its negative that swap places change the digest, one word, line or page apart and in several of these
     directions.
     """
     weight = torch.zeros(3 * 2**15)
@@ -162,7 +162,7 @@ def test_windows_reach_every_element_in_the_end() -> None:
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_parts_of_ranks_add_up_to_the_digest_of_the_whole(dtype: torch.dtype, seed: int | None) -> None:
-    """Return the parts add up however the weight is cut, within words too, and for any view that a worker reads: rows,
+    """The parts add up however the weight is cut, within words too, and for any view that a worker reads: rows,
     columns, transposed, all.
     """
     generator, draw = torch.Generator().manual_seed(3), random.Random(0)

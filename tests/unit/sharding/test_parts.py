@@ -39,7 +39,7 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parts_hold_every_element_once_where_the_gather_puts_it(
     sizes: list[int], shards: int, bound: int
 ) -> None:
-    """Return the parts of a parameter of several tensors, whose elements are their own numbers, equal a cut, padded and
+    """The parts of a parameter of several tensors, whose elements are their own numbers, equal a cut, padded and
     gathered copy.
     """
     ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
@@ -242,7 +242,7 @@ def test_a_wrong_byte_in_a_part_is_found_and_named(tmp_path: Path, name: str, st
 
 
 def test_weights_sent_again_for_comparison_fit_into_staging(tmp_path: Path) -> None:
-    """Return weights that are sent again share buckets, although the full plan puts each into a bucket of its own."""
+    """Weights that are sent again share buckets, although the full plan puts each into a bucket of its own."""
     weights = {
         name: torch.randn(count) for name, count in {"a": 384, "b": 512, "c": 256, "d": 512}.items()
     }

@@ -40,7 +40,7 @@ class Pulled(InProcess):
         policy_dtype: torch.dtype = torch.float32,
         adapted: tuple[str, ...] = (),
     ) -> None:
-        """Return `adapted`: the weights with an adapter."""
+        """`adapted`: the weights with an adapter."""
         self.weights = {name: weight.to(policy_dtype) for name, weight in small_weights(0).items()}
         self.adapters = {
             name: LowRank(

@@ -79,7 +79,7 @@ def record(model: nn.Module, sent: list[tuple[str, Tensor]], complete: bool = Fa
 
 
 def test_a_replay_leaves_the_same_weights_as_the_loaders() -> None:
-    """Return the weights are replayed from other memory into parameters that were overwritten, as after a sleep."""
+    """The weights are replayed from other memory into parameters that were overwritten, as after a sleep."""
     model, twin = Fused(), Fused()
     recording = record(model, weights(0))
     assert set(recording.unreplayable) == {"scaled", "narrow"}
@@ -132,7 +132,7 @@ def test_a_recording_fits_only_its_own_memory_and_weights() -> None:
 
 
 def test_a_recording_keeps_no_staging_memory_alive() -> None:
-    """Return a recording has no reference to memory that was mapped for an update: it can be unmapped afterwards."""
+    """A recording has no reference to memory that was mapped for an update: it can be unmapped afterwards."""
     model, sent = Fused(), weights(0)
     key = storage_key(sent[0][1])
     recording = record(model, sent)
@@ -142,7 +142,7 @@ def test_a_recording_keeps_no_staging_memory_alive() -> None:
 
 @pytest.mark.parametrize("wrong", [1, -1, 4])
 def test_a_recording_with_a_wrong_offset_differs_from_the_loaders(wrong: int) -> None:
-    """Return a comparison with the loaders, which know nothing of the recording, finds the wrong offset, as a verified sync
+    """A comparison with the loaders, which know nothing of the recording, finds the wrong offset, as a verified sync
     does.
     """
     import dataclasses
@@ -188,7 +188,7 @@ VIEWS = st.lists(
 @settings(max_examples=500, deadline=None)
 @given(VIEWS, st.integers(1, 24))
 def test_coverage_equals_a_count_of_elements(views: list, elements: int) -> None:
-    """Return the coverage is compared with a loop over every index of every view."""
+    """The coverage is compared with a loop over every index of every view."""
     flat: list[View] = [(o, tuple(n for n, _ in dims), tuple(s for _, s in dims)) for o, dims in views]
     seen = [
         offset + sum(i * s for i, s in zip(index, stride, strict=True))

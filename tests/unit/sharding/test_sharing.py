@@ -79,7 +79,7 @@ def test_weights_that_the_trainer_writes_are_in_the_model_and_no_others_change(
 def test_a_fused_parameter_is_found_where_its_parts_are_neighbours(
     shared: tuple[SmallModel, SharedWeights, dict[str, Tensor]],
 ) -> None:
-    """Return a weight that Transformers keeps fused, as vLLM does, is shared as one."""
+    """A weight that Transformers keeps fused, as vLLM does, is shared as one."""
     model, weights, _ = shared
     fused = source_parameter("ab", ("a", (12, 6), 0), ("b", (8, 6), 12 * 6 * 4))
     memory = opened(weights, [fused])
@@ -120,7 +120,7 @@ class Pieces(nn.Module):
 def test_a_weight_that_is_copied_in_pieces_is_shared_where_they_end_up_as_sent(
     order: tuple[int, ...], held: bool
 ) -> None:
-    """Return weights of image encoders are one tensor on the hub and parts of a fused projection in vLLM."""
+    """Weights of image encoders are one tensor on the hub and parts of a fused projection in vLLM."""
     model, weight = Pieces(*order), torch.randn(12, 6)
     loader = WeightLoader(model, Worker.of(SmallModel()).vllm_config)  # type: ignore[arg-type]
     loader.begin({"qkv": [[12, 6], "float32"]})
@@ -137,7 +137,7 @@ def test_a_weight_that_is_copied_in_pieces_is_shared_where_they_end_up_as_sent(
 
 
 def test_later_updates_know_the_memory_that_the_model_was_moved_to() -> None:
-    """Return a later update with weights, as after a failed one, is replayed into the shared memory."""
+    """A later update with weights, as after a failed one, is replayed into the shared memory."""
     model = SmallModel()
     loader = loaded(model, ["a", "b", "columns", "norm"])
     assert loader.recording is not None

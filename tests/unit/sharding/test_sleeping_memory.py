@@ -304,7 +304,7 @@ def test_the_fake_allocator_notices_use_of_sleeping_memory(
     error: type[Exception],
     says: str,
 ) -> None:
-    """Return the fake detects buffers not restored, padding not filled again, and memory used before it is mapped."""
+    """The fake detects buffers not restored, padding not filled again, and memory used before it is mapped."""
     shifts.shift()
     fault(monkeypatch)
     with pytest.raises(error, match=says):

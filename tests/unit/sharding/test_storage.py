@@ -90,7 +90,7 @@ def test_every_tensor_read_from_storage_equals_the_one_written(tmp_path: Path) -
 def test_each_thread_reads_one_bucket_at_a_time(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Return the number of concurrent reads is that of the threads when none of them ends, and every tensor arrives as it was
+    """The number of concurrent reads is that of the threads when none of them ends, and every tensor arrives as it was
     written.
     """
     tensors = {f"weight {n}": torch.full((512,), float(n)) for n in range(12)}  # in six buckets
@@ -149,7 +149,7 @@ def test_a_writer_waits_for_the_readers_of_the_slot_it_is_to_write(tmp_path: Pat
 
 
 def test_a_reader_that_was_overtaken_gets_the_newer_update(tmp_path: Path) -> None:
-    """Return the writer completes two updates between a reader's look at the manifest and its lock on the slot."""
+    """The writer completes two updates between a reader's look at the manifest and its lock on the slot."""
     writer(tmp_path, weights(0)).write(0)
     with (tmp_path / "slot-0").open("rb+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -171,7 +171,7 @@ def test_a_resumed_run_keeps_the_ends_of_its_checkpoint() -> None:
 
 
 def test_a_run_that_resumes_goes_on_with_the_ends_that_its_checkpoint_knows() -> None:
-    """Return a checkpoint that an older version has saved knows of none besides EOS."""
+    """A checkpoint that an older version has saved knows of none besides EOS."""
     tokenizer = QWEN3.tokenizer(BASE_EOS)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
 

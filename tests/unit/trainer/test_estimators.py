@@ -66,7 +66,7 @@ def test_all_answers_vote_as_one_would_count_them() -> None:
 
 
 def test_many_answers_lose_no_digits() -> None:
-    """Return the usual product of 1 - k / (n - right + i) is the reference, for numbers whose factorials exceed floats."""
+    """The usual product of 1 - k / (n - right + i) is the reference, for numbers whose factorials exceed floats."""
     expected = 1.0
     for i in range(10_000 - 5 + 1, 10_000 + 1):
         expected *= 1.0 - 1000 / i

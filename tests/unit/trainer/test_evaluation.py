@@ -99,7 +99,7 @@ def test_failed_checks_are_reported_and_not_counted_silently_as_wrong() -> None:
 
 
 def test_answers_that_nothing_has_judged_have_no_part_in_accuracy() -> None:
-    """Return the first function that has not abstained decides: `match` on prompt 0, `form` on prompt 1, none on prompt 2."""
+    """The first function that has not abstained decides: `match` on prompt 0, `form` on prompt 1, none on prompt 2."""
     form = {"reward_parts": {"form": 1.0}, "reward": 1.0}
     nothing: dict[str, Any] = {"reward_parts": {}, "abstained": True}
     step = [answer(0, 0, "4", 1.0, 10.0), answer(0, 1, "5", 0.0), answer(0, 2, "5", 0.0, **nothing)]

@@ -120,7 +120,7 @@ def test_a_failure_of_which_no_engine_has_died_ends_the_run_as_it_is() -> None:
 
 
 def test_only_the_dead_engine_starts_again_and_all_ranks_go_along() -> None:
-    """Return the engine starts twice, since the first start fails; of four ranks the first and the third lead."""
+    """The engine starts twice, since the first start fails; of four ranks the first and the third lead."""
 
     def one() -> tuple[list[str], list[Any]]:
         deaths = {0: [], 2: ["gone", "it was not started"]}
@@ -159,7 +159,7 @@ def test_weights_that_were_the_dead_engine_s_end_the_run() -> None:
 def test_a_first_start_is_repeated_where_a_signal_has_ended_it(
     monkeypatch: pytest.MonkeyPatch, codes: dict[str, int]
 ) -> None:
-    """Return the text is vLLM's (vllm/v1/engine/utils.py)."""
+    """The text is vLLM's (vllm/v1/engine/utils.py)."""
     error = RuntimeError(
         f"Engine core initialization failed. See root cause above. Failed core proc(s): {codes}"
     )

@@ -128,7 +128,7 @@ def test_one_sentence_for_each_kind_of_answer_and_a_refusal_where_no_row_fits() 
 
 
 def test_two_hundred_rows_are_tried_and_all_before_a_refusal() -> None:
-    """Return a function may be for a few rows of many: one row that fits, wherever it is, is enough."""
+    """A function may be for a few rows of many: one row that fits, wherever it is, is enough."""
     for place in (0, 250, 999):
         answers: list[Any] = [None] * 1000
         answers[place] = "5"
@@ -194,7 +194,7 @@ def test_special_tokens_are_not_tags_since_completions_do_not_show_them() -> Non
 
 @pytest.mark.parametrize("name", ["format_regex", "trl.rewards:think_format_reward"])
 def test_format_rewards_see_the_tag_that_the_template_has_opened(name: str) -> None:
-    """Return a well-formed answer gets 1 with the tag written by the template, or by the model as before."""
+    """A well-formed answer gets 1 with the tag written by the template, or by the model as before."""
     if name.startswith("trl"):
         pytest.importorskip("trl.rewards", reason="TRL is not installed")
     kwargs = {"pattern": THINK} if name == "format_regex" else {}

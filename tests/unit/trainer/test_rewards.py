@@ -304,7 +304,7 @@ def test_a_worker_that_dies_between_answers_is_replaced(rogue: str) -> None:
 def test_a_call_whose_process_is_killed_from_outside_is_made_once_more(
     rogue: str, tmp_path: Path
 ) -> None:
-    """Return the answer is the same when the process is killed during the call or while it loads."""
+    """The answer is the same when the process is killed during the call or while it loads."""
     with RewardPool(
         RewardConfig(functions=[RewardFunction(name=rogue)], timeout_s=60, workers=1)
     ) as lonely:

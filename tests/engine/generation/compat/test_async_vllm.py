@@ -177,7 +177,7 @@ def test_several_engines_need_a_load_balancer(service: AsyncVLLM) -> None:
 
 
 def test_loads_count_submitted_requests_and_the_real_cache_use(service: AsyncVLLM) -> None:
-    """Return a burst is spread before any engine answers, and the use of the KV cache is the one of vLLM's scheduler."""
+    """A burst is spread before any engine answers, and the use of the KV cache is the one of vLLM's scheduler."""
     futures = [service.submit([7, 8, 9], ENDLESS, timeout_seconds=60) for _ in range(24)]
     burst = service.get_num_unfinished_requests()
     assert sum(burst) == 24
@@ -395,7 +395,7 @@ def test_torchrls_update_weight_sends_a_version_weight_by_weight(
 def test_a_weight_that_does_not_fit_ends_its_update(
     service: AsyncVLLM, model: Path, trainers_group: Any, wrong: Any, message: str
 ) -> None:
-    """Return the outcome names the mistake, and a complete update by any way repairs it."""
+    """The outcome names the mistake, and a complete update by any way repairs it."""
     weights = list(HfPolicy(model).model.named_parameters())
     assert all(outcome["error"] is None for outcome in send(service, trainers_group, *weights[0]))
     for outcome in send(service, trainers_group, *wrong(weights)):
@@ -420,7 +420,7 @@ def test_a_weight_without_a_group_is_reported_in_the_outcome(service: AsyncVLLM,
 
 
 def test_a_sender_of_the_trainers_own_updates_the_engines(service: AsyncVLLM, model: Path) -> None:
-    """Return the trainer has a group of its own, and the engines' futures report success and failure."""
+    """The trainer has a group of its own, and the engines' futures report success and failure."""
     policy = HfPolicy(model)
     policy.randomise(5)
     source = FsdpWeightSource(list(policy.model.named_parameters()), torch.float32)

@@ -97,7 +97,7 @@ def generation(model: Path) -> Iterator[VllmGeneration]:
 def test_outputs_have_the_promised_shapes_types_and_logprobs(
     generation: VllmGeneration, model: Path
 ) -> None:
-    """Return log-probabilities are those of the sampled distribution, after temperature, top-k and top-p."""
+    """Log-probabilities are those of the sampled distribution, after temperature, top-k and top-p."""
     data = padded(PROMPTS * 4)
     data["input_ids"] = data["input_ids"].int()
     output = generation.generate(data)
@@ -240,7 +240,7 @@ def test_text_prompts_give_text_answers(generation: VllmGeneration, model: Path)
 
 
 def test_the_workers_own_methods_can_be_called(generation: VllmGeneration) -> None:
-    """Return the blocking and the asynchronous worker answer as `VllmGeneration` does."""
+    """The blocking and the asynchronous worker answer as `VllmGeneration` does."""
     worker = generation.workers[0]
     data, texts = padded(PROMPTS), BatchedDataDict({"prompts": ["1+1="]})
     expected = generation.generate(data, greedy=True)
@@ -317,7 +317,7 @@ def test_each_engine_has_an_openai_server_of_its_own(generation: VllmGeneration)
 def test_weights_arrive_by_broadcast_between_sleep_and_generation(
     generation: VllmGeneration, model: Path
 ) -> None:
-    """Return a trainer updates two engines: they sleep, map their weights, receive, and map the KV cache."""
+    """A trainer updates two engines: they sleep, map their weights, receive, and map the KV cache."""
     policy = HfPolicy(model)
     policy.randomise(seed=5)
     generation.finish_generation()
@@ -344,7 +344,7 @@ def test_weights_arrive_by_broadcast_between_sleep_and_generation(
 def test_a_rank_updates_the_engine_on_the_same_device(
     generation: VllmGeneration, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Return a broken update raises, and the engine generates nothing until a complete one."""
+    """A broken update raises, and the engine generates nothing until a complete one."""
     policy, worker, settings = HfPolicy(model), generation.workers[0], SyncSettings("full", 1 << 18, 60)
     source = source_of(policy)
     policy.randomise(seed=6)

@@ -160,7 +160,7 @@ def asker() -> type:
 
 
 def test_copies_in_other_processes_generate_at_the_same_time(service: AsyncVLLM) -> None:
-    """Return the engines outlive the copies; only the owner may update weights."""
+    """The engines outlive the copies; only the owner may update weights."""
     mine = [service.submit([i], ENDLESS) for i in range(4)]
     actors = [ray.remote(num_cpus=0)(asker()).remote() for _ in range(2)]
     calls = [actor.ask.remote(service, [[n, 1], [n, 2]]) for n, actor in enumerate(actors)]
@@ -218,7 +218,7 @@ def test_weights_reach_the_engines_in_actors(service: AsyncVLLM, model: Path) ->
 
 
 def test_a_dead_actor_raises_and_shutdown_leaves_no_process(service: AsyncVLLM) -> None:
-    """Return this test is the last, since it ends the service."""
+    """This test is the last, since it ends the service."""
     # processes of earlier tests may still be ending
     wait_until(lambda: len(engine_processes()) == 4, 60, engine_processes)
     futures = [service._submit({"prompt_token_ids": [i]}, ENDLESS, 0, None, {}) for i in range(4)]

@@ -208,7 +208,7 @@ def test_the_lines_with_which_verl_samples_run(leader: Leader, tokenizer: Any) -
 
 
 def test_the_proof_of_concept_prints_what_the_thread_prints(leader: Leader, tokenizer: Any) -> None:
-    """Return a processor in the request is refused with a remedy, and the remedy prints what the thread prints."""
+    """A processor in the request is refused with a remedy, and the remedy prints what the thread prints."""
     prompts = [
         "Hello world. please say <function> multiply(3, 302) </function> \nthis is a test",
         "Hello world. please say <function> add(3, 302) </function> ",

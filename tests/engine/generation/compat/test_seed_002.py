@@ -171,7 +171,7 @@ def test_the_example_of_nemo_rl_runs_as_printed(model: Path) -> None:
 
 
 def test_the_printed_configurations_run(model: Path) -> None:
-    """Return an engine of two workers generates from token ids only."""
+    """An engine of two workers generates from token ids only."""
     config = yaml.safe_load(CONFIGURATION)["generation"]
     distributed = yaml.safe_load(DISTRIBUTED)["generation"]
     config |= distributed | {

@@ -190,7 +190,7 @@ def test_the_pages_class_answers_in_training(policy: VLLMPolicyInference, model:
 
 
 def test_the_pages_class_answers_in_evaluation(policy: VLLMPolicyInference, model: Path) -> None:
-    """Return the answers are greedy, as its hyper-parameters say, and those of plain Transformers with the checkpoint."""
+    """The answers are greedy, as its hyper-parameters say, and those of plain Transformers with the checkpoint."""
     (row,) = policy.build_dataset(["one"], is_eval=True)
     answers = policy.generate([row], is_eval=True)
     network, tokenizer = (

@@ -164,7 +164,7 @@ def test_requests_of_all_forms_are_answered_and_counted(two_replicas: AsyncVLLM)
 
 
 def test_weights_are_updated_by_the_methods_of_rlvllmengine(two_replicas: AsyncVLLM, model: str) -> None:
-    """Return `RLvLLMEngine`'s methods are called in the order in which its updater calls them."""
+    """`RLvLLMEngine`'s methods are called in the order in which its updater calls them."""
     service, trainer = two_replicas, HfPolicy(model, dtype=torch.bfloat16)
     trainer.randomise(1)
     assert service.get_tp_size() == 1

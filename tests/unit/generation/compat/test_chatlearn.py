@@ -207,7 +207,7 @@ def test_a_models_name_is_not_taken_for_a_file() -> None:
 
 
 def test_the_pages_rlhf_yaml_names_the_models_file(tmp_path: Path) -> None:
-    """Return the model's file is found relative to rlhf.yaml, whose own keys win. A recipe may name the file as well."""
+    """The model's file is found relative to rlhf.yaml, whose own keys win. A recipe may name the file as well."""
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "sizes.yaml").write_text("seq_length: 48\n")
     (tmp_path / "models" / "vllm.yaml").write_text(

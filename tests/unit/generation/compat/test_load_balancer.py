@@ -286,7 +286,7 @@ def test_statistics_have_the_promised_keys() -> None:
 
 
 def test_an_engine_is_asked_once_a_choice() -> None:
-    """Return a choice reads each engine's load once, from attributes of objects in this process and never over a
+    """A choice reads each engine's load once, from attributes of objects in this process and never over a
     connection.
     """
     listed = engines(9, 0, 0, 0)

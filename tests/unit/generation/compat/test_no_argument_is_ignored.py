@@ -108,7 +108,7 @@ def test_a_hyper_parameter_changes_the_settings_or_is_refused(name: str) -> None
 def test_a_hyper_parameter_applies_in_training_or_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Return a hyper-parameter that applies changes the requests or the names of their parts; its row in the page says
+    """A hyper-parameter that applies changes the requests or the names of their parts; its row in the page says
     which.
     """
     assert (

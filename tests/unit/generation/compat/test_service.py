@@ -488,7 +488,7 @@ def test_only_the_owner_of_engines_updates_them(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ray_is_joined_as_a_run_joins_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Return a service starts Ray on loopback, closed to others; a cluster that the program has joined is left as it was."""
+    """A service starts Ray on loopback, closed to others; a cluster that the program has joined is left as it was."""
     joined, left = list[int](), list[str]()
     monkeypatch.setattr(ray_cluster, "join_cluster", lambda cpus, folder: joined.append(cpus))
     for initialized in (True, False):
@@ -582,7 +582,7 @@ def test_a_tied_head_is_accepted_if_it_equals_the_embedding() -> None:
 def test_a_service_is_an_engine_of_torchrl_where_torchrl_is_imported(
     monkeypatch: pytest.MonkeyPatch, base_is_imported: bool
 ) -> None:
-    """Return a service passes the instance check of TorchRL's clients; tests/engine has the real clients."""
+    """A service passes the instance check of TorchRL's clients; tests/engine has the real clients."""
 
     class RLvLLMEngine(abc.ABC):  # noqa: B024
         pass
@@ -614,7 +614,7 @@ def test_a_cancelled_prompt_says_why() -> None:
 def test_a_load_from_a_folder_that_fails_on_one_engine_is_over_on_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Return a load that fails on one engine ends on all, or the next load would find an engine that is still loading."""
+    """A load that fails on one engine ends on all, or the next load would find an engine that is still loading."""
     slow: Future[int] = Future()
     failed = ended(RuntimeError("the folder is empty"))
     monkeypatch.setattr(AsyncVLLM, "_updates", lambda *_: [failed, slow])

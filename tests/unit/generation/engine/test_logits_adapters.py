@@ -109,7 +109,7 @@ def test_requests_without_processors_cost_nothing_on_the_device() -> None:
 
 
 def test_a_request_may_choose_among_the_factories_of_its_recipe() -> None:
-    """Return a request names factories in any form that recipes have, and both interfaces leave out those it does not name."""
+    """A request names factories in any form that recipes have, and both interfaces leave out those it does not name."""
     arguments = engine_arguments([f"{__name__}:doubling", f"{__name__}:counting"], v2=False)
     dotted = f"{__name__}.doubling"
     for named in (dotted, f"{__name__}:doubling", {"qualname": dotted}, [{"qualname": dotted}]):
@@ -156,7 +156,7 @@ def test_a_librarys_request_with_a_wrong_name_is_refused_before_it_reaches_a_wor
 
 
 def test_a_librarys_request_names_one_processor_and_keeps_its_other_arguments() -> None:
-    """Return a text would otherwise match each processor whose name is a part of it."""
+    """A text would otherwise match each processor whose name is a part of it."""
     arguments = engine_arguments([f"{__name__}:doubling", f"{__name__}:counting"], v2=False)
     params = SamplingParams(extra_args={"count": True, REQUESTED: f"{__name__}.doubling"})
     exact = with_exact_names(params, arguments)

@@ -150,7 +150,7 @@ def test_at_most_one_episode_a_worker_runs_at_a_time(settings: ClientCommand) ->
 def test_a_hostile_client_costs_its_episode_only(
     settings: ClientCommand, monkeypatch: pytest.MonkeyPatch, kind: str, sentence: str
 ) -> None:
-    """Return the episodes before and after a hostile one, on the only worker, get their own answers."""
+    """The episodes before and after a hostile one, on the only worker, get their own answers."""
     monkeypatch.setattr(client_process, "LONGEST_LINE", 1 << 20)
     mark = f"mark {os.getpid()} {time.monotonic_ns()}"
 

@@ -39,7 +39,7 @@ def agent(tokenizer: Any, replies: list[str], turns: int, **bounds: Any) -> Agen
 
 
 def test_a_turn_that_ends_with_a_stop_token_ends_once() -> None:
-    """Return the end of a turn need not be EOS: then it is one of the ids that end an answer."""
+    """The end of a turn need not be EOS: then it is one of the ids that end an answer."""
     tokenizer = QWEN3.tokenizer(eos="<|endoftext|>")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     sampling = SamplingSettings(100, stop_token_ids=[end, tokenizer.eos_token_id])
@@ -133,7 +133,7 @@ def test_a_template_that_hides_answers_is_named() -> None:
 
 
 def test_pad_and_end_in_one_and_tools_that_say_them() -> None:
-    """Return the mask depends on positions alone, through to the trainer's sample, also where pad and end are one token and
+    """The mask depends on positions alone, through to the trainer's sample, also where pad and end are one token and
     tools return it.
     """
     tokenizer = merging_tokenizer(pad_is_eos=True)
@@ -159,7 +159,7 @@ def test_the_response_budget_is_what_the_context_leaves() -> None:
 
 @pytest.mark.parametrize("max_tokens", [100_000, 50])
 def test_a_huge_reply_ends_its_episode_or_is_cut_and_affects_no_other(max_tokens: int) -> None:
-    """Return a reply of 70,000 characters exceeds the context, or is first cut to 50 tokens."""
+    """A reply of 70,000 characters exceeds the context, or is first cut to 50 tokens."""
     engine = ScriptedEngine(lambda ids, seed: [7, END], max_model_len=400)
     one = agent(TOKENIZER, ["x" * 70_000, "short", "short"], 2, max_tokens=max_tokens)
     results = sorted(
@@ -178,7 +178,7 @@ def test_a_huge_reply_ends_its_episode_or_is_cut_and_affects_no_other(max_tokens
 
 
 def test_an_unfinished_call_of_a_cut_answer_is_not_an_error() -> None:
-    """Return a truncated answer is not replied to as a mistake; its tokens stay, and the episode says why it ended."""
+    """A truncated answer is not replied to as a mistake; its tokens stay, and the episode says why it ended."""
     engine = ScriptedEngine(lambda ids, seed: [7] * 50, max_model_len=30)
     (done,) = run(engine, tool_rollout(agent(TOKENIZER, [], 5)), [[5, 6]], TOKENIZER)
     assert (done.finish_reason, done.turns, done.response_ids, done.metrics) == (

@@ -108,7 +108,7 @@ def walk() -> Iterator[list[str]]:
 
 
 def test_gymnasium_with_numbered_actions_options_and_a_limit_of_steps(walk: list[str]) -> None:
-    """Return rewards of the calls of one turn add up, action numbers may begin elsewhere than at 0, and NumPy is written as
+    """Rewards of the calls of one turn add up, action numbers may begin elsewhere than at 0, and NumPy is written as
     JSON.
     """
     import gymnasium
@@ -229,7 +229,7 @@ def together(function: Any, answers: dict[str, list[str]]) -> dict[str, Trajecto
 
 
 def test_a_hostile_openenv_server_costs_its_episode_only() -> None:
-    """Return a server that hangs, fails or closes fails one episode; a late answer is not taken for that of the next
+    """A server that hangs, fails or closes fails one episode; a late answer is not taken for that of the next
     action.
     """
     pytest.importorskip("openenv.core", reason="openenv-core is not installed")
@@ -264,7 +264,7 @@ def test_a_hostile_openenv_server_costs_its_episode_only() -> None:
 
 
 def test_rewards_that_are_not_finite_cost_their_episode_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Return a reward of NaN fails its episode: JSON has no NaN, but Python's parser accepts it."""
+    """A reward of NaN fails its episode: JSON has no NaN, but Python's parser accepts it."""
     pytest.importorskip("openenv.core", reason="openenv-core is not installed")
     from ecosystem.openenv_server import Adding
     from openenv.core.generic_client import GenericEnvClient

@@ -228,7 +228,7 @@ def test_the_threads_two_prompts_give_906_and_305() -> None:
 
 
 def test_a_recipe_may_name_other_tags() -> None:
-    """Return the recipe names the default tags of the thread's class, which differ from those in its printed example."""
+    """The recipe names the default tags of the thread's class, which differ from those in its printed example."""
     tags = {
         "start": " <function>",
         "end": " </function>",
@@ -282,7 +282,7 @@ def test_a_tag_is_found_however_it_tokenises() -> None:
 
 
 def test_interleaved_trajectories_never_see_each_others_calls() -> None:
-    """Return a hundred concurrent trajectories get the results of their own calls; a shared buffer would mix them up (the
+    """A hundred concurrent trajectories get the results of their own calls; a shared buffer would mix them up (the
     thread's second report).
     """
     texts = {p: [f"<function>multiply({p}, {k})</function>" for k in (2, 3, 4)] for p in range(5, 105)}

@@ -227,7 +227,7 @@ def test_errors_exits_and_hangs_of_a_server_fail_only_their_call(listed: dict, t
 def test_excessive_or_invalid_output_of_a_server_fails_only_its_call(
     listed: dict, tmp_path: Path
 ) -> None:
-    """Return the next call of the trajectory succeeds, and so does another trajectory."""
+    """The next call of the trajectory succeeds, and so does another trajectory."""
     hostile = [call("misbehave", how=how) for how in ("flood", "babble")]
     queues = {"a": [*hostile, call("put", item="x"), say("ok")], "b": [call("put", item="y"), say("ok")]}
     trajectories = converse(listed, tmp_path, queues)
@@ -259,7 +259,7 @@ def test_endless_output_of_a_server_fails_only_its_call(
 def test_endless_standard_error_does_not_fill_the_disk(
     listed: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Return the log of a server's standard error is cut at its limit. Tools' prints land there, too, since the SDK keeps
+    """The log of a server's standard error is cut at its limit. Tools' prints land there, too, since the SDK keeps
     standard output for messages.
     """
     monkeypatch.setattr(client_process, "LONGEST_LOG", 100_000)
@@ -341,7 +341,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[tuple[str, Callable[[], None
 def test_a_server_may_run_already_and_have_an_address(
     shared: bool, url: tuple[str, Callable[[], None]], tmp_path: Path, listed: dict
 ) -> None:
-    """Return the tools are those that the server lists; all trajectories share its shelf; the server outlives them."""
+    """The tools are those that the server lists; all trajectories share its shelf; the server outlives them."""
     address, end = url
     there = list_tools([McpServer("shelf", url=address)])
     assert there == listed

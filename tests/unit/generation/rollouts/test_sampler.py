@@ -44,7 +44,7 @@ def turned(outputs: list[RequestOutput]) -> Trajectory:
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("alternatives", [0, 2])
 def test_a_trajectory_is_made_of_plain_outputs(flat: bool, alternatives: int) -> None:
-    """Return a trajectory has the sampled tokens, their log-probabilities, and 0 for all tokens between them, as counted by
+    """A trajectory has the sampled tokens, their log-probabilities, and 0 for all tokens between them, as counted by
     hand.
     """
     turns = [([1, 2], [3, 4]), ([1, 2, 3, 4, 50, 51], [5]), ([1, 2, 3, 4, 50, 51, 5, 60], [6, 7])]
@@ -259,7 +259,7 @@ def test_texts_ids_and_messages_go_on_from_what_was_sampled() -> None:
 
 
 def test_an_answer_without_text_is_continued_and_no_question_asked_again() -> None:
-    """Return an answer of EOS alone has no text, but its token was sampled and is kept."""
+    """An answer of EOS alone has no text, but its token was sampled and is kept."""
     prompts, start, answer = prompts_after("", [2])
     asked_again, followed = prompts.requests([f"{start}", f"{start}<results>"])
     assert asked_again.parent is None

@@ -276,7 +276,7 @@ def test_calls_as_hermes_writes_them() -> None:
 
 
 def test_five_lines_are_a_tool_using_rollout() -> None:
-    """Return a function in a list is enough for the policy's calls to reach it."""
+    """A function in a list is enough for the policy's calls to reach it."""
     script = iter(
         [say('<tool_call>{"name": "add", "arguments": {"x": 3, "y": 302}}</tool_call>'), say("305")]
     )

@@ -121,7 +121,7 @@ def test_episodes_that_cancel_themselves_are_counted() -> None:
 
 
 def test_an_episode_whose_own_task_is_cancelled_is_not_lost() -> None:
-    """Return an episode can find and cancel the task of another one, which then counts as failed."""
+    """An episode can find and cancel the task of another one, which then counts as failed."""
 
     async def cancels_another(
         llm: PolicyLLM, row: dict[str, Any], sampling: SamplingSettings
@@ -449,7 +449,7 @@ def test_rewards_that_cannot_be_learned_from_fail_their_episode(reward: Any) -> 
 
 @pytest.mark.parametrize("where", ["reward_parts", "metrics"])
 def test_a_name_that_cannot_be_written_fails_its_episode_alone(where: str) -> None:
-    """Return a client may give its reward such a name, which would keep the whole step from being sent between ranks or
+    """A client may give its reward such a name, which would keep the whole step from being sent between ranks or
     written.
     """
 

@@ -28,7 +28,7 @@ def test_group_relative_advantages_agree_with_the_statistics_module() -> None:
 
 
 def test_groups_without_a_signal_give_exactly_zero() -> None:
-    """Return the mean of eight rewards of 0.1 differs from 0.1 by rounding, which a tiny standard deviation must not
+    """The mean of eight rewards of 0.1 differs from 0.1 by rounding, which a tiny standard deviation must not
     amplify.
     """
     rewards = torch.tensor([[0.1] * 8, [1e8] * 8, [0.0] * 8])
@@ -163,7 +163,7 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(level: str) -> None:
 
 
 def test_gspo_with_turn_advantages_weights_each_token_by_its_advantage() -> None:
-    """Return the sequence decides about clipping, the turn about direction: a turn without advantage is not moved."""
+    """The sequence decides about clipping, the turn about direction: a turn without advantage is not moved."""
     logprobs = LOGPROBS.clone().requires_grad_()
     advantage = torch.zeros(4, 4, dtype=torch.float64)
     advantage[1, 2:] = -1.0
@@ -230,7 +230,7 @@ def true_gradient() -> torch.Tensor:
 
 
 def test_gradients_of_kl_estimators_compared_with_that_of_the_divergence() -> None:
-    """Return the gradients of k2 and the weighted k3 equal the divergence's, k1's is zero on average, and k3's is
+    """The gradients of k2 and the weighted k3 equal the divergence's, k1's is zero on average, and k3's is
     another one.
     """
     torch.testing.assert_close(expected_gradient("k2"), true_gradient())

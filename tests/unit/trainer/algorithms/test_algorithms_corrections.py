@@ -52,7 +52,7 @@ def test_extreme_ratios_stay_finite_on_every_level(level: str) -> None:
 
 
 def test_geometric_masking_with_token_weights_and_its_metrics_against_loops() -> None:
-    """Return ratios of one level decide which tokens are kept, ratios of another level weight them."""
+    """Ratios of one level decide which tokens are kept, ratios of another level weight them."""
     old, engine = log_probabilities()
     ratios = corrections.rollout_ratios(old, engine, MASK)
     kept = corrections.within(corrections.rollout_ratios(old, engine, MASK, "geometric"), 0.6, 1.8)

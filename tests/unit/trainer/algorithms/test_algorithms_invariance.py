@@ -158,7 +158,7 @@ def test_no_split_and_no_padding_changes_loss_or_gradient(step, correction, esti
 @settings(max_examples=15, deadline=None, database=None)
 @given(step=steps(), discount=st.sampled_from([1.0, 0.9]), trace=st.sampled_from([1.0, 0.95, 0.0]))
 def test_token_advantages_do_not_depend_on_the_split(step, discount: float, trace: float) -> None:
-    """Return advantages are whitened over the step from moments of its parts; padding and masked positions have no effect."""
+    """Advantages are whitened over the step from moments of its parts; padding and masked positions have no effect."""
     sequences, parts, padding, seed = step
     rows, lengths = tensors(sequences, seed), [len(row) for row in sequences]
     batches = [

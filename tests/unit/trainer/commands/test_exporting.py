@@ -140,7 +140,7 @@ def test_an_export_is_written_once_and_anew_for_another_checkpoint_of_the_step(
 
 
 def test_an_export_leaves_no_thread_that_a_fork_would_lose(run: Path) -> None:
-    """Return the engine starts in a fork of this process, in which a wait for such a thread would never end."""
+    """The engine starts in a fork of this process, in which a wait for such a thread would never end."""
     script = (
         "import os, sys\nfrom trainer.commands.generate import model_folder\n"
         "def threads():\n    return len(os.listdir('/proc/self/task'))\n"

@@ -152,7 +152,7 @@ def test_a_signal_that_it_alone_is_sent_ends_the_check_and_starts_nothing(
 
 
 def test_help_and_refusals_need_no_ranks(tmp_path: Path, launched: Callable[..., list[str]]) -> None:
-    """Return the command knows the number of future ranks, so that batches are checked against it."""
+    """The command knows the number of future ranks, so that batches are checked against it."""
     (tmp_path / "data.jsonl").write_text("{}")
     (tmp_path / "r.yaml").write_text(
         "model: {path: /absent}\ndata: {path: data.jsonl}\nbatch: {prompts_per_step: 2}\n"

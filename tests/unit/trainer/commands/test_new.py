@@ -27,7 +27,7 @@ def test_the_written_recipe_passes_all_checks(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Return the folder has a space in its name, and the commands that are printed work there."""
+    """The folder has a space in its name, and the commands that are printed work there."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["new", "my own", *(["--model", str(tiny_model())] if with_model else [])]) == 0
     assert "train 'my own/recipe.yaml'\n" in capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_a_recipe_for_a_model_fits_the_gpu_that_is_asked_for(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Return the plan of the written recipe says so, and the KV cache leaves less than a tenth of the device unused."""
+    """The plan of the written recipe says so, and the KV cache leaves less than a tenth of the device unused."""
     model = write_config(name, tmp_path / "model")
     assert cli.main(["new", str(tmp_path / "mine"), "--model", str(model), "--gpu", gpu]) == 0
     out = capsys.readouterr().out
@@ -98,7 +98,7 @@ def test_without_a_gpu_the_recipe_says_that_it_was_fitted_to_none(tmp_path: Path
 
 
 def test_the_readme_shows_the_written_files(tmp_path: Path) -> None:
-    """Return the README has the recipe without its comments, the reward, and the first row."""
+    """The README has the recipe without its comments, the reward, and the first row."""
     command = [sys.executable, "-m", "trainer", "new", "mine", "--model", "x"]
     subprocess.run(
         command,

@@ -89,7 +89,7 @@ def test_the_plan_shows_a_steps_arithmetic(tiny_qwen2: Path) -> None:
 
 
 def test_ranks_that_share_sequences_have_a_part_of_the_activations(tiny_qwen2: Path) -> None:
-    """Return the memory of each rank is compared with a measurement in test_simulated_ranks.py."""
+    """The memory of each rank is compared with a measurement in test_simulated_ranks.py."""
     configs = [
         recipe(tiny_qwen2, policy={"sequence_parallel": n, "activation_checkpointing": "full"})
         for n in (1, 2)
@@ -118,7 +118,7 @@ def test_a_rank_gathers_a_part_of_split_experts(tiny_moe: Path) -> None:
 
 
 def test_counted_logits_are_at_most_those_of_a_micro_batch(tiny_qwen2: Path) -> None:
-    """Return a device of 80 GiB would take larger blocks. Beside the logits are the head's gradient, its sum for the columns
+    """A device of 80 GiB would take larger blocks. Beside the logits are the head's gradient, its sum for the columns
     of a block, and the gradient of hidden states twice: as it is summed, and as it is returned.
     """
     config = recipe(tiny_qwen2, run={"device": "cuda"})
@@ -424,7 +424,7 @@ def test_problems_are_printed_after_the_plan(
 def test_a_plan_says_how_much_prompts_computed_once_save(
     written: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Return a group of 8 answers of 4 tokens to a prompt of 100 has 832 tokens, of which 132 are computed."""
+    """A group of 8 answers of 4 tokens to a prompt of 100 has 832 tokens, of which 132 are computed."""
     sizes = ["--data.max_prompt_tokens", "100", "--sampling.max_tokens", "8", "--eval.max_tokens", "8"]
     sizes += [
         "--engine.max_model_len",
@@ -448,7 +448,7 @@ def test_a_plan_says_how_much_prompts_computed_once_save(
 
 
 def test_largest_micro_batches_of_shared_prompts_need_less_memory(tiny_qwen2: Path) -> None:
-    """Return a budget beyond everything: activations are those of computed tokens."""
+    """A budget beyond everything: activations are those of computed tokens."""
     needed, kept = [], []
     for share in (False, True):
         batch = {"tokens_per_micro_batch": 10**6, "prompts_per_step": 2, "share_prefixes": share}
@@ -471,7 +471,7 @@ def test_largest_micro_batches_of_shared_prompts_need_less_memory(tiny_qwen2: Pa
 def test_a_plan_that_exceeds_a_device_is_refused_with_numbers(
     tiny_qwen2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Return the plan is refused before anything starts, with the numbers of its parts; neither half of a step may exceed the
+    """The plan is refused before anything starts, with the numbers of its parts; neither half of a step may exceed the
     device.
     """
     config = recipe(tiny_qwen2, run={"device": "cuda"}, engine={"kv_cache_gib": 60.0})
@@ -502,7 +502,7 @@ def test_a_plan_that_exceeds_a_device_is_refused_with_numbers(
 def test_the_recipe_of_long_answers_fits_a_node_and_starts_dry(
     tiny_qwen3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Return the plan has the sizes of Qwen3-14B's config.json, and a small tokenizer and data."""
+    """The plan has the sizes of Qwen3-14B's config.json, and a small tokenizer and data."""
     model, data, file = tmp_path / "model", tmp_path / "data.jsonl", "long_answers_qwen3_14b_8gpu.yaml"
     sizes = {
         "hidden_size": 5120,

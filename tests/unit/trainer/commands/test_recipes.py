@@ -76,7 +76,7 @@ def test_a_recipe_starts_dry(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Return weights are the shapes alone; besides there are config.json, a small tokenizer or processor, and data."""
+    """Weights are the shapes alone; besides there are config.json, a small tokenizer or processor, and data."""
     config, data = yaml.safe_load(file.read_text()), tmp_path / "data"
     model = released_models.write_config(name, tmp_path / "model")
     released_models.write_weights(model)

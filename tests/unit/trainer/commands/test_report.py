@@ -129,7 +129,7 @@ def test_failed_rewards_are_reported_by_function_and_kind() -> None:
 
 
 def test_a_gap_that_was_not_measured_is_not_0_anywhere(run: Path) -> None:
-    """Return the gap of one step is not finite, and the first and the last step have none."""
+    """The gap of one step is not finite, and the first and the last step have none."""
     text = "\n".join(remarks(ROWS))
     assert "gap between trainer and engine: not finite in 1 steps, first in step 3" in text
     assert "not measured" not in text

@@ -381,7 +381,7 @@ def test_a_port_that_is_taken_ends_in_one_sentence(run: Path) -> None:
 
 
 def test_nothing_in_the_json_can_end_its_element() -> None:
-    """Return an HTML parser finds `<` only where the template has it, and reads the text back as it is shown."""
+    """An HTML parser finds `<` only where the template has it, and reads the text back as it is shown."""
     text = embedded({"text": HOSTILE, HOSTILE: [HOSTILE], "gone": float("nan")})
     assert not set("<>&") & set(text) and text.isprintable()
     assert json.loads(text) == {"text": SHOWN, SHOWN: [SHOWN], "gone": None}

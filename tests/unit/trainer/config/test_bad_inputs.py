@@ -305,7 +305,7 @@ def test_bad_input_ends_in_one_sentence(
 def test_rollouts_are_looked_at_before_there_are_ranks(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Return the launcher checks with --check: one sentence instead of a traceback of each rank."""
+    """The launcher checks with --check: one sentence instead of a traceback of each rank."""
     assert (
         main(["train", str(folder / "recipe.yaml"), "--check", "--rollout.tools", "[no.module:f]"]) == 2
     )

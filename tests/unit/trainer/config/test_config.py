@@ -175,7 +175,7 @@ def test_every_key_is_explained_once() -> None:
 
 
 def test_every_value_is_explained() -> None:
-    """Return values of a fixed set and names of a table each have a line of their own below their key."""
+    """Values of a fixed set and names of a table each have a line of their own below their key."""
 
     def values(annotation: Any) -> set[str]:
         if get_origin(annotation) is Literal:

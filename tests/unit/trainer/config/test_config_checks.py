@@ -645,7 +645,7 @@ def test_a_missing_sync_way_is_named(config: dict) -> None:
 def test_a_model_name_that_is_not_a_folder_is_refused_without_a_network(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Return a connection to the hub's address decides, and models fetched before are still found."""
+    """A connection to the hub's address decides, and models fetched before are still found."""
     monkeypatch.setattr("trainer.config.model_file.getproxies", dict)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)

@@ -104,7 +104,7 @@ def test_a_device_waits_for_the_host_where_kernels_are_many_and_short(tiny_qwen2
 
 
 def test_the_one_measured_update_takes_at_most_twice_the_planned_seconds(tmp_path: Path) -> None:
-    """Return a policy of 0.5B took 0.563 s on one H100 for 24,908 tokens, 19,882 of them targets."""
+    """A policy of 0.5B took 0.563 s on one H100 for 24,908 tokens, 19,882 of them targets."""
     common.write_config(tmp_path, "0.5B", "bfloat16")
     sections = {
         "run": {"device": "cuda"},

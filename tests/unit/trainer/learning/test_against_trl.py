@@ -220,7 +220,7 @@ def test_policy_losses_are_trls(
     ],
 )
 def test_the_learners_loss_under_a_preset(data: str, preset: str, settings: dict[str, Any]) -> None:
-    """Return the whole loss, assembled from the recipe's keys, equals TRL's, without the correction, which TRL's defaults
+    """The whole loss, assembled from the recipe's keys, equals TRL's, without the correction, which TRL's defaults
     lack.
     """
     numbers = BATCHES[data]()
@@ -300,7 +300,7 @@ def test_a_correction_multiplies_the_loss_before_kl_is_added() -> None:
 
 
 def test_rloo_takes_the_ratio_of_whole_sequences() -> None:
-    """Return the sequence's loss counts once as a value; its gradient is the sum over its tokens."""
+    """The sequence's loss counts once as a value; its gradient is the sum over its tokens."""
     data = batch(spread=0.05)
     trainer = rloo_trainer.RLOOTrainer.__new__(rloo_trainer.RLOOTrainer)
     trainer.__dict__.update(grpo().__dict__)

@@ -279,7 +279,7 @@ class Sent(Exception):
 
 @pytest.mark.parametrize("ranks", [1, 64, 512])
 def test_beside_its_share_a_rank_receives_32_bytes_for_each_answer(ranks: int) -> None:
-    """Return the bytes are counted that each rank, with 16 answers, would send to every other one."""
+    """The bytes are counted that each rank, with 16 answers, would send to every other one."""
     share, all_answers, message_sizes, tokens = 16, [], [], [0] * ranks
     for number in range(ranks):
         local_trajectories = [

@@ -106,7 +106,7 @@ def test_micro_batches_have_the_contents_of_samples(
 def test_packed_micro_batches_are_level_where_the_budget_allows(
     lengths: list[int], budget: int, extra: int
 ) -> None:
-    """Return a rank that has to run more micro-batches than it needs has smaller ones; never more than the budget."""
+    """A rank that has to run more micro-batches than it needs has smaller ones; never more than the budget."""
     samples = [sample(length) for length in lengths]
     count = max(1, len(pack(lengths, budget)) + extra)
     batches = micro_batches(samples, budget, 0, "cpu", count, packing=True)
@@ -177,7 +177,7 @@ def test_balanced_work_includes_attention() -> None:
 
 
 def test_a_sampled_pad_token_stays_in_the_loss() -> None:
-    """Return the mask is by position: a token the policy sampled counts, whatever its id."""
+    """The mask is by position: a token the policy sampled counts, whatever its id."""
     pad = 0
     batches = micro_batches(
         [Sample([5, 6, pad, pad], [0, 0, 1, 1], [0, 0, -1, -2]), sample(6)], 100, pad, "cpu", 1

@@ -135,7 +135,7 @@ def rewards_by_turn(
 
 @pytest.mark.parametrize("std", [True, False])
 def test_turns_are_compared_with_the_same_turn_of_others(std: bool) -> None:
-    """Return a turn has its own reward and the discounted later ones; the last turn has the reward that no turn was given."""
+    """A turn has its own reward and the discounted later ones; the last turn has the reward that no turn was given."""
     algorithm = {"credit": "turns", "gamma": 0.9, "normalize_std": std}
     answers = credited(random_step(4, 4, seed=2), make_config(algorithm=algorithm))
     for episodes in groups_of(answers):
@@ -166,7 +166,7 @@ def test_turns_are_compared_with_the_same_turn_of_others(std: bool) -> None:
 @pytest.mark.parametrize("credit", ["outcome", "turns"])
 @pytest.mark.parametrize("advantage", ["reinforce_pp", "gae"])
 def test_tokens_get_their_return_whitened_over_the_step(advantage: str, credit: str) -> None:
-    """Return rewards at the ends of turns or of the episode, less KL, are summed backwards, with or without a critic, and
+    """Rewards at the ends of turns or of the episode, less KL, are summed backwards, with or without a critic, and
     whitened.
     """
     algorithm = {"advantage": advantage, "credit": credit, "gamma": 0.9, "gae_lambda": 0.8, **IN_REWARD}
@@ -224,7 +224,7 @@ def test_reinforce_pp_baseline_is_relative_to_the_group_and_then_to_the_step() -
 
 
 def test_each_reward_is_made_relative_by_itself_before_they_are_added() -> None:
-    """Return the rewards of both functions and of the episode are relative; the penalty for long answers is added less its
+    """The rewards of both functions and of the episode are relative; the penalty for long answers is added less its
     mean.
     """
     config = make_config(
@@ -277,7 +277,7 @@ def test_leave_one_out_of_an_episode_in_parts_is_skyrls_step_wise_training() -> 
 
 
 def test_a_proposer_and_a_solver_are_each_compared_with_their_like() -> None:
-    """Return a game of zero sum by `credit: turns` and `gamma: 0`, as docs/algorithms.md describes it."""
+    """A game of zero sum by `credit: turns` and `gamma: 0`, as docs/algorithms.md describes it."""
     wins = [1.0, 0.0, 0.0, 0.25]  # of the solver; the proposer gets the rest
     step = []
     for number, won in enumerate(wins):
@@ -351,7 +351,7 @@ def test_separate_rewards_compare_only_the_answers_that_a_function_has_judged() 
 
 @pytest.mark.parametrize("instead", [0.0, -1.0])
 def test_a_failed_reward_function_adds_no_separate_reward(instead: float) -> None:
-    """Return the answer counts as one with `reward.error_reward` from the function, and the other answers are not affected."""
+    """The answer counts as one with `reward.error_reward` from the function, and the other answers are not affected."""
     config = make_config(
         algorithm={"combine_rewards": "normalize_then_sum"}, reward={"error_reward": instead}
     )

@@ -147,7 +147,7 @@ def test_a_step_is_split_evenly_into_updates(prompts: int, parts: int) -> None:
     ("informative", "places"), [(4, [8, 9, 10, 11]), (2, [8, 10]), (3, [8, 9 + 1 / 3, 10 + 2 / 3])]
 )
 def test_fewer_groups_than_updates_get_one_update_each(informative: int, places: list[float]) -> None:
-    """Return the third step of a run with four updates a step begins after 8 planned updates."""
+    """The third step of a run with four updates a step begins after 8 planned updates."""
     settings = make_config(
         algorithm={"drop_zero_variance": True},
         batch={"prompts_per_step": 4, "updates_per_step": 4},
@@ -211,7 +211,7 @@ CUT = {"algorithm": {"overlong_filter": True}}
     [{}, {"algorithm": {"drop_zero_variance": True}}, {"batch": {"updates_per_step": 2}}, CUT],
 )
 def test_the_gap_is_measured_where_nothing_is_learned(settings: dict[str, dict[str, object]]) -> None:
-    """Return the gap is measured where no group has a signal, kept or dropped, and where every answer is cut off and
+    """The gap is measured where no group has a signal, kept or dropped, and where every answer is cut off and
     left out.
     """
     steps = [trajectory(p, s, 1.0, [7, 8] if p else [7, 12]) for p in range(2) for s in range(4)]
@@ -344,7 +344,7 @@ def test_the_share_of_cut_answers_that_went_on_after_an_end_is_a_mean() -> None:
 
 
 def test_rollout_metrics_count_an_episode_once() -> None:
-    """Return the last part of an episode of two stands for it; the other episode is short, and has no reward."""
+    """The last part of an episode of two stands for it; the other episode is short, and has no reward."""
     rows = [
         trajectory(0, 0, 5.0, [7] * 4, reward_parts={"a": 5.0}, finish_reason="length"),
         trajectory(0, 0, 1.0, [7] * 2, reward_parts={"a": 1.0}),

@@ -86,7 +86,7 @@ def test_a_step_with_the_example_of_an_advantage_learns_from_distances_to_the_me
 
 
 def test_a_custom_function_may_take_keys_and_has_a_record_like_others(tmp_path: Path) -> None:
-    """Return the clipped loss under another name gives the same loss; an advantage function that takes values gets a
+    """The clipped loss under another name gives the same loss; an advantage function that takes values gets a
     critic.
     """
     (tmp_path / "own.py").write_text(

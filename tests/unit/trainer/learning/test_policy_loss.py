@@ -191,7 +191,7 @@ def test_loss_and_gradient_equal_a_loop_over_tokens(case: dict[str, Any], seed: 
 
 @pytest.mark.parametrize("clip", [0.3, None])
 def test_values_are_learned_beside_the_policy_or_alone(clip: float | None) -> None:
-    """Return the value loss equals max((v - R)^2, (v clipped to its old value - R)^2) / 2 over all tokens, by a loop."""
+    """The value loss equals max((v - R)^2, (v clipped to its old value - R)^2) / 2 over all tokens, by a loop."""
     config = AlgorithmConfig(advantage="gae", value_clip=clip, value_coef=0.7)
     batch, outputs = make_batch()
     assert outputs.values is not None and batch.returns is not None and batch.old_values is not None

@@ -130,13 +130,13 @@ def with_kernel(monkeypatch: pytest.MonkeyPatch, fault: float = 0.0) -> None:
 
 
 def fault_in_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Return the keys of each path are one token late, as with a wrong start of a sequence."""
+    """The keys of each path are one token late, as with a wrong start of a sequence."""
     gather = attention.Paths.apply
     monkeypatch.setattr(attention.Paths, "apply", lambda rows, ranges: gather(rows, ranges).roll(1, 0))
 
 
 def fault_in_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Return the head's products are summed without their last column of the hidden state."""
+    """The head's products are summed without their last column of the hidden state."""
     exact = logprobs._logits
     monkeypatch.setattr(
         logprobs, "_logits", lambda hidden, weight, *rest: exact(hidden[:, :-1], weight[:, :-1], *rest)

@@ -50,7 +50,7 @@ def test_one_token_at_a_time_by_hand() -> None:
 def test_blocks_equal_one_tensor_of_all_logits(
     block: tuple[int, int] | None, with_bias: bool, temperature: float
 ) -> None:
-    """Return values and all gradients, with blocks that divide tokens and vocabulary and blocks that do not."""
+    """Values and all gradients, with blocks that divide tokens and vocabulary and blocks that do not."""
     args = inputs(10, torch.float32, with_bias)
     wanted = [x for x in args[:3] if x is not None]
     coefficients = torch.randn(2, 10)
@@ -154,7 +154,7 @@ def test_what_a_model_makes_of_its_products_has_its_derivative() -> None:
 def test_bfloat16_logits_are_changed_in_the_dtype_in_which_an_engine_changes_them(
     fp32_head: bool,
 ) -> None:
-    """Return a float32 head: no rounding. Else products, quotients, tangents and logits are rounded, as in vLLM's layer."""
+    """A float32 head: no rounding. Else products, quotients, tangents and logits are rounded, as in vLLM's layer."""
     hidden, weight, _, targets = inputs(33, torch.bfloat16)
     logits = torch.nn.functional.linear(
         *((hidden.float(), weight.float()) if fp32_head else (hidden, weight))
@@ -197,7 +197,7 @@ def test_bf16_inputs_give_fp32_results_and_bf16_gradients() -> None:
 
 
 def test_no_tokens_give_zero_gradients_rather_than_none() -> None:
-    """Return a rank without work still has to take part in the reduction of every gradient."""
+    """A rank without work still has to take part in the reduction of every gradient."""
     hidden, weight, _, targets = inputs(0, torch.float32)
     logprobs, entropy = target_logprobs(hidden, weight, None, targets)
     assert logprobs.shape == entropy.shape == (0,)

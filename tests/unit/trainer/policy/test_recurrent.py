@@ -158,7 +158,7 @@ def test_layers_computed_again_in_backward_know_the_lengths_of_their_pack(family
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2"])
 def test_hybrids_do_not_share_beginnings(family: str) -> None:
-    """Return a state at a branch would reach one of the branches at most."""
+    """A state at a branch would reach one of the branches at most."""
     with pytest.raises(
         UserError, match="share_prefixes is true, but .* has recurrent layers, whose state"
     ):

@@ -324,7 +324,7 @@ def test_loads_count_real_tokens_once_each(packing: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
 def test_the_balance_loss_is_switch_transformers_under_any_batching(kind: str) -> None:
-    """Return the loss is compared with autograd of the formula over the whole step; later layers see the first one's
+    """The loss is compared with autograd of the formula over the whole step; later layers see the first one's
     gradient.
     """
     coef, results = 0.1, []

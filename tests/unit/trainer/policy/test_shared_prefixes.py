@@ -188,7 +188,7 @@ def test_scores_before_an_update_are_exactly_those_within_it() -> None:
 
 
 def test_an_mlp_sees_each_token_of_the_trie_once() -> None:
-    """Return the trie is counted here as a set of all distinct beginnings."""
+    """The trie is counted here as a set of all distinct beginnings."""
     for samples in CASES.values():
         module, seen = make_module(), list[int]()
         count = partial(_count_tokens, seen)

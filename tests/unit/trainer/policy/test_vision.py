@@ -138,7 +138,7 @@ def test_gradients_do_not_depend_on_how_rows_with_images_are_batched(
 def test_rows_without_images_enter_the_encoder_without_effect(
     tiny_vlm: TinyModel, kind: str, packing: bool
 ) -> None:
-    """Return the encoder's parameters have gradients of zero, on which other ranks' are added
+    """The encoder's parameters have gradients of zero, on which other ranks' are added
     (https://github.com/PrimeIntellect-ai/prime-rl/pull/2819); all others' are the same, bit for bit.
     """
     folder = tiny_vlm(architecture=kind)
@@ -170,7 +170,7 @@ def used_parameters(module: PolicyModule, folder: Path) -> set[str]:
 
 
 def test_an_image_with_other_features_than_tokens_is_an_error(tiny_vlm: TinyModel) -> None:
-    """Return the sums of features and tokens agree, but not those of each image (https://github.com/verl-project/verl/issues/3469)."""
+    """The sums of features and tokens agree, but not those of each image (https://github.com/verl-project/verl/issues/3469)."""
     module = make_module(tiny_vlm())
     [row] = make_rows(ImageProcessor(str(tiny_vlm())))[2:3]
     (first, one), (second, many) = row.image_spans[:2]
@@ -276,7 +276,7 @@ def test_adapters_are_beside_the_language_model_s_layers_alone(tiny_vlm: TinyMod
 
 
 def test_the_encoder_s_activations_count_in_the_budget_of_a_micro_batch(tiny_vlm: TinyModel) -> None:
-    """Return an image's token counts as two more: two blocks of 64 for four patches, beside two layers of 128."""
+    """An image's token counts as two more: two blocks of 64 for four patches, beside two layers of 128."""
     module = make_module(tiny_vlm())
     assert module.work.of.image_token == 2.0
     row = make_rows(ImageProcessor(str(tiny_vlm())))[2]  # 10 tokens of images, of 24

@@ -234,7 +234,7 @@ def test_rewards_of_episode_and_functions_add_up_and_functions_see_the_last_answ
 def test_an_episode_whose_reward_cannot_be_learned_from_has_failed(
     rollout_reward: float, result: RewardResult, sentence: str
 ) -> None:
-    """Return a reward function that fails to answer is another case: the recipe sets its reward."""
+    """A reward function that fails to answer is another case: the recipe sets its reward."""
 
     class Scores:
         labels = ("mine",)
@@ -384,7 +384,7 @@ def test_only_the_last_answer_of_an_episode_has_to_be_judged() -> None:
 
 
 def test_figures_of_the_run_win_over_rewards_of_the_same_name() -> None:
-    """Return a client or an environment may give its rewards any name."""
+    """A client or an environment may give its rewards any name."""
     parts = {"mean": -7.0, "std": 99.0, "errors": 5.0, "own": 3.0}
     figures = rollout_metrics(
         as_answers([Trajectory(0, n, [1], reward=1.0, reward_parts=parts) for n in range(4)])

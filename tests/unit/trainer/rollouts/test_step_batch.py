@@ -63,7 +63,7 @@ def test_one_round_trains_on_all_groups() -> None:
 @pytest.mark.parametrize("oversampling", [1.0, 1.5])
 @pytest.mark.parametrize("position", [0, 4, 17])
 def test_rounds_go_on_until_enough_groups_have_a_signal(oversampling: float, position: int) -> None:
-    """Return the groups trained on are the first with a signal in the order of prompts, however they were sampled."""
+    """The groups trained on are the first with a signal in the order of prompts, however they were sampled."""
     batch = empty(sampling_rounds=10, oversampling=oversampling)
     end = run_step(batch, position)
     seen = [p.id for p in PROMPTS.take(position, end - position, seed=5)]

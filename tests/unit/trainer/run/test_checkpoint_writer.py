@@ -110,7 +110,7 @@ def test_an_error_of_the_writer_is_raised_once_by_the_next_call(
 def test_a_full_disk_is_waited_for_and_training_goes_on(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Return the writing thread waits alone; the checkpoint has the state of the call."""
+    """The writing thread waits alone; the checkpoint has the state of the call."""
     pauses: list[float] = []
 
     def pause(seconds: float) -> None:

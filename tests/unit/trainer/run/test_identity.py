@@ -139,7 +139,7 @@ def test_a_key_that_a_checkpoint_does_not_know_counts_as_its_default(model: Path
 
 @pytest.mark.parametrize(("data", "prompts"), [("rows", 4), ("others", 0)])
 def test_other_data_begin_at_their_first_prompt(tmp_path: Path, data: str, prompts: int) -> None:
-    """Return the state has a field of an earlier version, which is passed over."""
+    """The state has a field of an earlier version, which is passed over."""
     run = {"output_dir": str(tmp_path), "name": "run"}
     config = make_config(run=run, checkpoint={"resume_anyway": ["data"]})
     state = {"step": 1, "prompts": 4, "lengths": {"3": 17}}

@@ -129,7 +129,7 @@ def test_reasons_are_told_once_those_of_silent_ranks_first(tmp_path: Path) -> No
 
 
 def test_a_ctrl_c_that_an_import_would_swallow_ends_the_launcher(tmp_path: Path) -> None:
-    """Return a stand-in for torch catches everything while it is imported, as some real modules do for a moment."""
+    """A stand-in for torch catches everything while it is imported, as some real modules do for a moment."""
     (tmp_path / "torch.py").write_text(
         "import os, signal, sys, time\n"
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(1)\nexcept BaseException:\n    pass\n"

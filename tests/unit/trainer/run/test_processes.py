@@ -107,7 +107,7 @@ except BaseException:
 
 
 def test_a_rank_that_is_interrupted_says_so_before_it_ends() -> None:
-    """Return the rank also says so where the main thread leaves before the thread that reports it."""
+    """The rank also says so where the main thread leaves before the thread that reports it."""
     command = [sys.executable, "-c", SLOW_TO_SAY]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stderr) == (130, "rank 0: interrupted by SIGINT during phase rollout\n")

@@ -155,7 +155,7 @@ def test_a_run_waits_for_room_on_a_full_disk_and_writes_every_line_once(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Return a limit on files fails a write in the middle of a line, until the run waits for it."""
+    """A limit on files fails a write in the middle of a line, until the run waits for it."""
     unlimited, size = (
         resource.getrlimit(resource.RLIMIT_FSIZE),
         (finished_run / "completions.jsonl").stat().st_size,

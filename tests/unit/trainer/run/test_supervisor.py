@@ -83,7 +83,7 @@ def test_a_run_that_died_is_started_again_until_it_is_done(tmp_path: Path) -> No
 
 
 def test_a_run_goes_on_from_what_it_has_saved_itself_and_from_nothing_older(tmp_path: Path) -> None:
-    """Return a checkpoint left by an earlier run is not used although its time is the newest."""
+    """A checkpoint left by an earlier run is not used although its time is the newest."""
     folder = tmp_path / "checkpoints"
     (folder / "step_40").mkdir(parents=True)
     (folder / "step_40" / "COMPLETE").write_text("an earlier run's")
@@ -153,7 +153,7 @@ def test_restarts_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_all_ranks(number: signal.Signals, tmp_path: Path) -> None:
-    """Return the launcher gets the signal once, since it has its own session."""
+    """The launcher gets the signal once, since it has its own session."""
     process = subprocess.Popen(
         command(tmp_path, 5, {"code": 0, "sleep": 100}, DONE),
         cwd=ROOT,

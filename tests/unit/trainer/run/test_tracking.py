@@ -26,7 +26,7 @@ class FakeRun:
     """Records every call, in order."""
 
     def __init__(self, calls: list[tuple[Any, ...]], last: int | None = None) -> None:
-        """Return `last`: the last step that the server has of this run, if it knows it."""
+        """`last`: the last step that the server has of this run, if it knows it."""
         self.calls, self.resumed = calls, last is not None
         last_logged = {"train/step": last} if self.resumed else {}
         self.summary = types.SimpleNamespace(
@@ -224,7 +224,7 @@ def test_a_resumed_run_sends_each_step_that_the_server_lacks_once(
     last: int,
     sent: list[int],
 ) -> None:
-    """Return a resumed run sends the missing steps, and only those, after a kill before W&B had the last steps as well as
+    """A resumed run sends the missing steps, and only those, after a kill before W&B had the last steps as well as
     after one long after the last checkpoint.
     """
     run(tmp_path, range(5))
@@ -407,7 +407,7 @@ def test_real_wandb_writes_an_offline_run_that_holds_every_step(
 def test_real_wandb_continues_an_offline_run_in_a_folder_that_holds_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Return `wandb sync` uploads that folder alone; uploads of several would replace each other."""
+    """`wandb sync` uploads that folder alone; uploads of several would replace each other."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     pytest.importorskip("wandb")
     for steps, resumed_from in ((range(5), None), (range(3, 8), 2)):

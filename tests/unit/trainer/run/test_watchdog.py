@@ -204,7 +204,7 @@ class Unplugged:
 def test_a_store_on_another_machine_that_answers_no_more_is_left(
     far: bool, codes: list[int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Return a silent store on this machine is waited for, since its process may be stopped for a while."""
+    """A silent store on this machine is waited for, since its process may be stopped for a while."""
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.02)
     monkeypatch.setattr(module, "_STORE_SILENT_SECONDS", 0.4)
     store, left = Unplugged(answers=60), threading.Event()
