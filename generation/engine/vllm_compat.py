@@ -1,6 +1,7 @@
 """Everything that depends on parts of vLLM which are private or change between releases.
 
-It is written for vLLM 0.32, whose builds for CPU and CUDA have the same Python sources.
+Builds of one release for CPU and CUDA have the same Python sources. `vllm_release` names the
+supported releases, `vllm_differences` asks which of two forms a release has, and
 `scripts/try_vllm.sh VERSION` says what another release breaks. docs/vllm-notes.md lists the
 behaviour that is relied on here, with upstream's issues and files.
 
@@ -36,6 +37,7 @@ from generation.engine.settings import (
 )
 from generation.engine.spawning import spawned_below
 from generation.engine.start_errors import START_ERROR
+from generation.engine.vllm_differences import needs_cut_prompts
 from generation.engine.vllm_release import check_build, check_keyed_noise, check_version
 
 if TYPE_CHECKING:
@@ -323,9 +325,7 @@ def _checked_config(settings: EngineSettings) -> "VllmConfig":
         try:
             config = AsyncEngineArgs(**arguments).create_engine_config()
         except (AssertionError, ValueError) as error:
-            # vLLM caches the states of recurrent layers only where prompts may be cut, as they are
-            # not on CPU (vllm/model_executor/models/config.py, MambaModelConfig).
-            if "mamba cache mode" not in str(error):
+            if not needs_cut_prompts(error):
                 raise
             config = AsyncEngineArgs(
                 **arguments | {"enable_prefix_caching": False}

@@ -1,44 +1,53 @@
-"""Check that the vLLM that is installed was tried with this code, and is built for this machine."""
+"""Check that the vLLM that is installed was tried with this code, and is built for this machine.
+
+The supported releases are named here alone.
+"""
 
 import os
 import re
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from generation.engine.settings import (
-    EngineSettings,
-)
+from generation.engine.settings import EngineSettings
 
-if TYPE_CHECKING:
-    pass
+SUPPORTED = ((0, 32), (0, 32))
+"""The oldest and the newest release of vLLM with which all tests of engines have passed.
+pyproject.toml has the same bounds; the locks have a release between them.
+"""
 
-SUPPORTED = ((0, 32), (0, 33))
-"""The oldest supported release of vLLM, and the first one after the newest."""
+RELEASES = "vLLM " + " to ".join(dict.fromkeys(f"{major}.{minor}" for major, minor in SUPPORTED))
+"""The supported releases in words."""
+
+BOUNDS = f">={SUPPORTED[0][0]}.{SUPPORTED[0][1]},<{SUPPORTED[1][0]}.{SUPPORTED[1][1] + 1}"
+"""The supported releases as pip writes them."""
+
+
+def is_supported(version: str) -> bool:
+    """Return True for a supported release of vLLM.
+
+    A development build, or one without a version number, is accepted, and with HOTBUNK_ANY_VLLM=1,
+    which scripts/try_vllm.sh sets, any release is.
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or "dev" in version or os.environ.get("HOTBUNK_ANY_VLLM") == "1":
+        return True
+    return SUPPORTED[0] <= (int(match[1]), int(match[2])) <= SUPPORTED[1]
 
 
 def check_version(version: str | None = None) -> None:
-    """Raise ImportError, naming the supported range, unless a vLLM of that range is installed.
+    """Raise ImportError, naming the supported releases, unless vLLM is installed and
+    `is_supported`.
 
-    `version` is by default the installed one's. A development build, or one without a version
-    number, is accepted, and with HOTBUNK_ANY_VLLM=1, which scripts/try_vllm.sh sets, any release
-    is.
+    `version` is by default the installed one's.
     """
-    (_, oldest), (_, newer) = SUPPORTED
-    wanted = (
-        f"vLLM 0.{oldest} is needed (>=0.{oldest},<0.{newer}): install it with bash scripts/setup.sh"
-    )
+    wanted = f"{RELEASES} is needed ({BOUNDS}): install it with bash scripts/setup.sh"
     if version is None:
         if find_spec("vllm") is None:
-            raise ImportError(
-                f"vllm is not installed. {wanted}, or pip install 'vllm>=0.{oldest},<0.{newer}'"
-            )
+            raise ImportError(f"vllm is not installed. {wanted}, or pip install 'vllm{BOUNDS}'")
         import vllm
 
-        version = vllm.__version__
-    match = re.match(r"(\d+)\.(\d+)", str(version))
-    if match is None or "dev" in str(version) or os.environ.get("HOTBUNK_ANY_VLLM") == "1":
-        return
-    if not SUPPORTED[0] <= (int(match[1]), int(match[2])) < SUPPORTED[1]:
+        version = str(vllm.__version__)
+    if not is_supported(version):
         raise ImportError(
             f"vLLM {version} is installed, but {wanted}; scripts/try_vllm.sh tries another release"
         )

