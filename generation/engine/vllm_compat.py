@@ -30,6 +30,7 @@ from generation.engine.cpu_kernels import hidden_instructions, kernel_environmen
 from generation.engine.devices import full_uuids
 from generation.engine.settings import (
     LORA_RANKS,
+    OWN_ARGUMENTS,
     VLLM_NAMES,
     EngineSettings,
     check_routes,
@@ -222,13 +223,14 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": settings.worker_extension or "",
         "enable_sleep_mode": sleeps,
-        "sleep_mode_offload_cudagraph": deeply,
-        "enable_nccl_comm_suspend": deeply and settings.tensor_parallel_size > 1,
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",
         "disable_log_stats": True,
         "enable_prefix_caching": True,
         "use_tqdm_on_load": False,
     }
+    if deeply:  # 0.31 has neither argument
+        arguments["sleep_mode_offload_cudagraph"] = True
+        arguments["enable_nccl_comm_suspend"] = settings.tensor_parallel_size > 1
     if settings.on_cpu:
         # A prompt that is cut in two asks its seeded generator for an offset, which CPU generators
         # do not have, and the engine dies (https://github.com/vllm-project/vllm/pull/10097, and in
@@ -315,9 +317,8 @@ def _checked_config(settings: EngineSettings) -> "VllmConfig":
     if unknown := sorted(set(arguments) - names):
         import vllm
 
-        raise ValueError(
-            f"engine.extra: vLLM {vllm.__version__} has no engine argument {', '.join(unknown)}"
-        )
+        key = OWN_ARGUMENTS.get(unknown[0]) or "engine.extra"
+        raise ValueError(f"{key}: vLLM {vllm.__version__} has no engine argument {', '.join(unknown)}")
     import torch
 
     preloaded = os.environ.get("LD_PRELOAD", "")
