@@ -228,7 +228,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "use_tqdm_on_load": False,
     }
-    if deeply:  # 0.31 has neither argument
+    if deeply:  # vLLM 0.31 lacks the first of these arguments
         arguments["sleep_mode_offload_cudagraph"] = True
         arguments["enable_nccl_comm_suspend"] = settings.tensor_parallel_size > 1
     if settings.on_cpu:
