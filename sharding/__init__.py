@@ -1,8 +1,8 @@
-"""Both ends of the weight path: sources and plan in the trainer, receiver in the vLLM worker, one
-manager over them.
+"""Both ends of weight updates: the sources of weights and the transports in the trainer, the
+receiver in the vLLM worker, and a manager over both.
 
-Names are loaded on first use: vLLM's workers import the extension, and need none of the trainer's
-side.
+Names are loaded on first use, since vLLM's workers import the extension and need nothing of the
+trainer's end.
 """
 
 from importlib import import_module

@@ -1,5 +1,5 @@
-"""The sharding manager: a context manager around generation that brings the policy's weights and
-takes the memory back.
+"""The sharding manager: a context manager around generation that sends the policy's weights to the
+engine, and gives the trainer its memory back.
 
 A shift makes room, wakes the engine's memory for weights, updates them (`sharding.update`) and
 wakes the KV cache. All ranks enter the same collectives; a failure of one is raised on all.
@@ -32,8 +32,8 @@ from sharding.workers import Link, Workers, futures, raise_if_failed
 
 
 class ShardingManager:
-    """The engine group's weights and memory: at the policy's version in a shift, out of the
-    trainer's way otherwise.
+    """The weights and the memory of a group of engines. In a shift the engines have the policy's
+    weights; otherwise they sleep, and the trainer has the memory.
 
     Every rank constructs one and connects it; only leaders pass a `leader`:
 
@@ -57,7 +57,7 @@ class ShardingManager:
         adapter: AdapterFormat | None = None,
         way: Transport | None = None,
     ) -> None:
-        """Listen for the workers. `way` brings the weights to them; the default goes through
+        """Listen for the workers. `way` is the transport of the weights, by default that through
         staging buffers.
         """
         self._device = device
@@ -131,17 +131,17 @@ class ShardingManager:
 
     @contextmanager
     def generation_shift(self, policy: VersionedPolicy, *tenants: Tenant) -> Iterator[None]:
-        """Wake the engines at `policy.version` for the block, then let them sleep and take the
-        memory back. When the body raises, nothing more is asked of the engines: the ranks may be
-        out of step, and the run ends.
+        """Wake the engines at `policy.version` for the block, then put them to sleep and restore
+        the trainer's memory. If the block raises, the engines are left awake, since the ranks may
+        be out of step: the caller calls `sleep` if the run goes on.
         """
         self.wake(policy, *tenants)
         yield
         self.sleep()
 
     def wake(self, policy: VersionedPolicy, *tenants: Tenant) -> None:
-        """Map the weights, bring them to `policy.version`, verify them, and then map the KV cache,
-        in this order.
+        """Allocate the engines' weights, update them to `policy.version`, verify them, and then
+        allocate the KV cache.
         """
         self.report = SyncReport(policy.version)
         self._tenants = [policy, *tenants]
@@ -153,8 +153,8 @@ class ShardingManager:
         with self._timed("wake"):
             self._lead("waking the weights", lambda engine: engine.wake(["weights"]))
 
-        # Bring the weights, and verify them by digests and loaders; else draw a probe while the
-        # policy can score it.
+        # Update the weights, and verify them by digests and loaders. If neither is possible, draw a
+        # probe now, while the policy's weights are there to score it.
         with self._timed("sync"):
             self._sync()
         probe = None
@@ -162,12 +162,12 @@ class ShardingManager:
             with self._timed("verify"):
                 probe = self._update.probe(policy)
 
-        # Make room for the KV cache: the engine has the policy's weights now.
+        # The engine has the weights, so the policy's own memory can go: make room for the KV cache.
         self._make_room(policy, weights=True)
         with self._timed("wake"):
             self._lead("waking the KV cache", lambda engine: engine.wake(["kv_cache"]))
 
-        # The probe needs a KV cache.
+        # The engine scores the probe last, since it needs a KV cache.
         if probe is not None:
             with self._timed("verify"), agreed("probing the engine"):
                 if self._leader is not None:
@@ -175,10 +175,10 @@ class ShardingManager:
             self.report.verified = "probe"
 
     def sleep(self) -> None:
-        """Put the engines to sleep, and have the trainer take the memory that it had given back.
-        Base weights that no sync brings are kept in the host's memory, and shared weights where
-        they are.
+        """Put the engines to sleep, and restore the trainer's memory. Base weights that no sync
+        sends stay in host memory, and weights shared with the trainer stay where they are.
         """
+        # First the engines, whose memory the trainer takes.
         with self._timed("sleep"):
             self._sleep_engines()
         with self._timed("onload"):
@@ -187,6 +187,8 @@ class ShardingManager:
 
     def _sleep_engines(self) -> None:
         """Put the engines that are awake, or half awake, to sleep."""
+        # Level 2 drops the weights, since the next sync sends all of them. Level 1 keeps them, for
+        # adapters and shared memory.
         level = 2 if self._adapter is None and not self._transport.shares else 1
 
         async def sleep(engine: Engine) -> None:
@@ -196,21 +198,24 @@ class ShardingManager:
         self._lead("putting the engine to sleep", sleep)
 
     def restart(self, start: Callable[[], None], *tenants: Tenant) -> None:
-        """Start engines again after a failure that has ended them: `start` starts those of this
-        rank; then all sleep.
+        """Start engines again after a failure that has ended them. `start` starts those of this
+        rank; afterwards all engines sleep.
 
-        Collective. The trainer's memory is put away meanwhile, as in a shift: a new engine measures
+        Collective. The trainer's memory is released meanwhile, as in a shift: a new engine measures
         free memory, and asserts that none is freed while it starts
         (https://github.com/vllm-project/vllm/issues/56830). All ranks and workers are paired anew,
         and staging memory is exported anew; a new worker records its loaders anew.
         """
+        # Workers of the dead engine will not answer. Engines that are alive go to sleep.
         self._transport.abort("an engine has ended")
         self._tenants = [*tenants]
         self._sleep_engines()
+        # A new engine starts where the trainer's memory was.
         self._make_room(*tenants, weights=True)
         with agreed("starting the engine again"):
             start()
         self.sleep()
+        # Its workers are new processes, so every rank is paired again.
         self._channel.close()
         self._channel = self._listen()
         self.connect()
@@ -243,10 +248,11 @@ class ShardingManager:
                 self._leader.thread.run(action(self._leader.engine), self._timeout, phase)
 
     def send(self, version: int, calls: Sequence[Any] = ()) -> SyncReport:
-        """Bring engines without a leader to `version`, and verify it, once their weights' memory is
-        awake. Collective. `calls`: their `update_weights_via_ipc_zmq`, which run already, on the
-        rank that holds them. Raises RemoteError: on all ranks, naming the worker and the weight.
-        The engines hold no version until the next complete update.
+        """Update engines without a leader to `version`, and verify their weights. The memory of
+        their weights must be awake. Collective. `calls`: the engines' calls of
+        `update_weights_via_ipc_zmq`, already under way, on the rank that has made them. Raises
+        RemoteError: on all ranks, naming the worker and the weight. The engines hold no version
+        until the next complete update.
         """
         self.report = SyncReport(version)
         running = futures(calls)
@@ -263,15 +269,16 @@ class ShardingManager:
         return self.report
 
     def _sync(self, calls: "list[Future[Any]] | None" = None) -> None:
-        """Bring the workers to the version of the report.
-        `calls`: the engines' calls that take the update; with None the leader starts one.
+        """Update the workers to the version of the report. `calls`: the engines' calls that receive
+        the update; None: the leader starts one.
         """
+        # After an update that broke off, transport and workers are connected again.
         if self._broken:
             self._connect_transport()
         self._session += 1
         running = calls or []
         with agreed("starting the update"):
-            # From here on the engine holds no version, and its workers wait
+            # From here on the engine holds no version, and its workers wait for messages.
             if self._leader is not None and calls is None:
                 engine = self._leader.engine
                 method = "update_weights_via_ipc_zmq"
@@ -279,6 +286,7 @@ class ShardingManager:
                     method, self._session, self._timeout, version=self.report.version
                 )
                 running = [self._leader.thread.submit(update)]
+        # The update itself. If it fails, the engine stays without a version.
         link = Link(
             self._channel, self._session, self._timeout, lambda: _raise_if_dead(running), self._device_id
         )

@@ -1,12 +1,11 @@
-"""Small exchanges between ranks, which never unpickle what came over a socket.
+"""Exchanges of small values between ranks. Nothing that arrives over a socket is unpickled.
 
-Where some ranks train and others generate (`engine.placement`), they are two crews. Every function
-here works `among` a group of ranks: `CREW`, this rank's crew, unless it is given `EVERYBODY`, all
-ranks of the run, which is the same where there are no crews. Error messages give a rank's number in
-the run.
+Where some ranks train and others generate (`engine.placement`), each kind is a crew. Every function
+here works `among` a group of ranks: by default `CREW`, the crew of this rank, or `EVERYBODY`, all
+ranks of the run. Without crews both are the same. Error messages give a rank's number in the run.
 
-Everything here runs on CPU tensors over gloo, on GPU machines too, so that a control message never
-waits behind a kernel and a broken peer shows up as a connection error at once.
+All exchanges are of CPU tensors over gloo, on GPU machines as well. So a control message never
+waits for a kernel, and a broken peer shows up as a connection error at once.
 """
 
 import operator
@@ -99,15 +98,14 @@ def allreduce_objects(value: Any, merge: Callable[[Any, Any], Any], among: Ranks
     """Reduce small values of plain types over all ranks, by recursive doubling, as msgpack.
     Collective.
 
-    Returns, on every rank, what `merge` makes of all ranks' values. `merge(lower, higher)` joins
-    the results of two runs of neighbouring ranks; it must be associative, is bracketed alike on all
-    ranks, and must not raise. Each rank swaps its result with those whose numbers differ from its
-    own in one bit, bit after bit: log2(ranks) messages each way. Where the number of ranks is no
-    power of two, the first ones are paired to make it one, and the even one of a pair speaks for
-    both: two messages more.
+    Returns, on every rank, all ranks' values joined by `merge`. `merge(lower, higher)` joins the
+    results of two neighbouring ranges of ranks. It must be associative and must not raise; it is
+    bracketed in the same way on all ranks. Each rank swaps its result with the rank whose number
+    differs in one bit, bit after bit: log2(ranks) messages each way. If the number of ranks is not
+    a power of two, the first ranks are paired, and the even one of a pair takes part for both: two
+    messages more.
 
-    Raises RuntimeError where a connection breaks, also on ranks that do not use that one: the
-    others report it.
+    Raises RuntimeError on all ranks if a connection between any two breaks.
     """
     me = rank(among)
     steps = world_size(among).bit_length() - 1
@@ -264,8 +262,8 @@ def share_pids() -> None:
 
 
 def dead_ranks() -> str:
-    """Return the ranks of this machine that have ended, worded to follow "lost contact with".
-    "" if none has. Called after a broken exchange.
+    """Return the ranks of this machine that have ended, in words that can follow "lost contact
+    with"; "" if none has. Call it after a broken exchange.
     """
     deadline = time.monotonic() + _ENDING_SECONDS
     while not (ended := _ended_ranks()) and world_size() > 1 and time.monotonic() < deadline:
@@ -283,9 +281,7 @@ def _ended_ranks() -> list[tuple[int, int]]:
 
 
 def machine() -> str:
-    """Name this machine: equal for all processes that see one another under the same process
-    numbers.
-    """
+    """Return a name of this machine, the same for all processes that share process ids."""
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
 
 

@@ -93,12 +93,15 @@ class Update:
         self.workers = workers
         self.session = session
         self._capacity = 0
+        # One update, or two if patches do not lead to the right weights.
         try:
             if not self._bring():
                 # Patches have left a worker with wrong weights: this time everything is sent.
                 self._bring()
             return self._end(calls)
         except BaseException as error:
+            # Workers wait for messages, so they are told to leave before the error is raised. The
+            # error of a lost connection says little, so the ranks that have ended are named.
             self._abort(error)
             unexplained = isinstance(error, RuntimeError) and not isinstance(error, RemoteError)
             if unexplained and (culprits := dead_ranks()):
@@ -175,9 +178,11 @@ class Update:
 
     def push_all(self) -> None:
         """Bring every parameter through buckets. Collective."""
+        # Weights are cut if one is larger than a bucket, the transport can cut, and the source can
+        # read a weight twice. All ranks decide alike, and only then exchange the loaders' needs.
         larger = any(parameter.nbytes > self.settings.bucket_bytes for parameter in self.parameters)
         repeatable = not isinstance(self.source, StreamSource)
-        cuts = larger and self.transport.cuts and repeatable  # alike on all ranks
+        cuts = larger and self.transport.cuts and repeatable
         self.push(self.parameters, self.needed_whole() if cuts else None)
 
     def push(self, parameters: list[SourceParameter], unsplit: Collection[str] | None) -> None:
@@ -209,10 +214,12 @@ class Update:
         shrinks = self.transport.shares or any(term["records"] for term in self._terms)
         release = shrinks or not self._keep_buffers
         self.workers.post("end", close=release)
+        # The first worker's counts stand for all.
         for answer in self.workers.collect()[:1]:
             self.report.staging_opened = answer.get("opened", 0)
             self.report.staging_closed = answer.get("closed", 0)
         self.report.messages = self.workers.messages
+        # The engines' calls end only now, since a worker has to leave its receive loop first.
         agree(self.workers.error, "ending the update")
         with agreed("finishing the update"):
             results = [call.result(self.settings.timeout) for call in calls]
@@ -224,6 +231,7 @@ class Update:
         raises.
         """
         reason = str(self.workers.error or error) or type(error).__name__
+        # A transport that survives is worth a long wait: it does not have to be connected again.
         patience = self.settings.timeout if self.transport.survives else ABORT_SECONDS
         if self.workers.abort(reason, patience):
             self.transport.leave(reason)

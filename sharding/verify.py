@@ -3,12 +3,11 @@
 There are three proofs, tried in this order:
 
 1. Digests, for weights that workers copy by their record, without a second send: every rank digests
-   its own shards, straight from the policy's parameters, and the ranks' parts are added up. So
-   nothing in between is trusted: not the cast, the gather, the staging buffer, nor the record.
-2. Loaders, for weights that pass through vLLM's: they are sent a second time, and the loaders
-   compare.
+its own shards, straight from the policy's parameters, and the ranks' parts are added up. So no step
+in between has to be trusted: neither the cast, the gather, the staging buffer nor the record. 2.
+Loaders, for weights that pass through vLLM's: they are sent a second time, and the loaders compare.
 3. A probe, where vLLM re-processes weights, so that they cannot be read back: policy and engine
-   score the same random tokens.
+score the same random tokens.
 """
 
 import functools
@@ -70,8 +69,8 @@ def can_digest(source: WeightSource, verify: Verify) -> bool:
 
 
 class Verification:
-    """The comparison, in one update, of the workers that this rank speaks to with all ranks. The
-    update's calls:
+    """The comparison of the weights of this rank's workers with those of the ranks, in one update.
+    The caller's lines:
 
         # The answers are the workers' terms.
         workers.post("begin", verify=verification.request, ...)
@@ -82,10 +81,11 @@ class Verification:
         probe = verification.probe(policy, adapter)  # None, unless nothing could be compared
 
     Attributes: request: tells the workers which checkpoint names to digest (`weights`), and the
-        `seed` of the part of each that is digested; without one it is all of it. comparable: some
-        worker keeps weights as they are sent. Known after `expect`, as are undigested: the
-        parameters drawn of which such a worker has a weight from its loaders, or all, where the
-        source does not know a rank's part.
+        `seed` of the part of each that is digested; without one it is all of it. comparable: True
+        after `expect` if some worker keeps weights unchanged, so that they can be compared.
+        undigested: after `expect`, the drawn parameters that digests cannot compare, since such a
+        worker has a weight of them from its loaders, or all where the source does not know a rank's
+        part.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Verification:
     def _sums(
         self, piece: Piece, first: int, values: torch.Tensor, readings: list[list[View]]
     ) -> list[bytes]:
-        """Sum up this rank's part of a weight, for each way in which workers read it.
+        """Return the sums of this rank's part of a weight, for each way in which workers read it.
 
         `values` [n]: the parameter's elements from number `first` on, of which `piece` is the
         weight.

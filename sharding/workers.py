@@ -99,7 +99,7 @@ class Link:
         """
         try:
             while not (self.left or self.lost):
-                self._receive(seconds)  # what it has answered before it read of the end
+                self._receive(seconds)  # an answer that it sent before it read of the end
         except (SyncError, TimeoutError):
             self.lost = True
         return not self.lost
@@ -117,10 +117,10 @@ class Link:
 
 class Workers:
     """The workers that a rank speaks to in an update: its own, those of all engines, or none where
-    rank 0 does that.
+    rank 0 speaks to all of them.
 
-    The failure of one is the failure of all, under its name. Nothing raises: the ranks agree on
-    errors together.
+    If one fails, all count as failed, and the error names that one. No method raises: the ranks
+    agree on errors together.
     """
 
     def __init__(self, *links: Link) -> None:
@@ -129,11 +129,11 @@ class Workers:
 
     @property
     def error(self) -> Exception | None:
-        """The first failure, of a worker or of the way; from then on nothing is sent."""
+        """The first failure, of a worker or of the transport. Nothing is sent after it."""
         return next((link.error for link in self.links if link.error), self._way_error)
 
     def fail(self, error: Exception) -> None:
-        """Note that the way has failed."""
+        """Record a failure of the transport."""
         self._way_error = self._way_error or error
 
     @property
@@ -161,8 +161,8 @@ class Workers:
         return self.collect()
 
     def abort(self, reason: str, seconds: float) -> bool:
-        """Tell all workers to leave the update; True if all did within `seconds`, and the way has
-        not failed.
+        """Tell all workers to leave the update; Return True if all did within `seconds`, and the
+        transport has not failed.
         """
         for link in self.links:
             link.abort(reason)

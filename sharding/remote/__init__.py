@@ -1,3 +1,3 @@
-"""In the trainer's processes, for remote engines, which do not share its GPUs: orders, broadcasts
-and folders.
+"""Engines that do not share the trainer's GPUs, as the trainer's processes see them: orders,
+broadcasts and folders.
 """

@@ -49,10 +49,10 @@ def engine_ranks(engines: int, workers_per_engine: int) -> tuple[int, list[int]]
 
 
 class Broadcast(Transport):
-    """The group of rank 0 and all workers, and buckets broadcast in it. See `Transport`. Workers
-    join by themselves, see `meet`. `ip`, `port`, `world_size`: arguments of the engines'
-    `init_collective`, valid once `listen` has returned. `store`: the store of a group that stands
-    or is forming, on rank 0. `lost`: why there is no group.
+    """A transport by broadcast in a group of rank 0 and all workers. Rank 0 calls `listen`, engines
+    call `init_collective` on their workers, and `meet` waits for these. `ip`, `port`, `world_size`:
+    arguments of `init_collective`, valid once `listen` has returned. `store`: on rank 0, the store
+    of the group, which may not be complete yet. `lost`: why there is no group.
     """
 
     reader = "broadcast"
@@ -181,7 +181,9 @@ class Broadcast(Transport):
         self.buffers = []
 
     def leave(self, reason: str) -> None:
-        """Keep the group, whose members are in no broadcast any more, unless one does not end."""
+        """Wait for the broadcasts under way, and keep the group for the next update. End it if a
+        broadcast does not end.
+        """
         try:
             self.finish(release=True)
         except SyncError as lost:
@@ -209,9 +211,9 @@ def stateless_init_process_group(
     timeout: float = 300.0,
 ) -> Broadcast:
     """Return the trainer's end of a group that workers join with `init_weight_update_group`. The
-    group uses NCCL on a GPU and gloo on the CPU. `broadcast` goes with their `update_weight`,
-    `abort` ends it. Return when all `world_size` - 1 workers have joined. Raises ValueError: a
-    `rank` other than 0; RemoteError: after `timeout` seconds, naming who is missing.
+    group uses NCCL on a GPU and gloo on the CPU. Call its `broadcast` for each `update_weight` of
+    theirs; `abort` ends the group. Return when all `world_size` - 1 workers have joined. Raises
+    ValueError: a `rank` other than 0; RemoteError: after `timeout` seconds, naming who is missing.
     """
     if rank != 0:
         raise ValueError(
@@ -229,10 +231,21 @@ def stateless_init_process_group(
 
 
 class CollectiveSender:
-    """The trainer's end for engines that join by themselves. All ranks, or a single plain process,
-    call it alike. Weights are verified as the sharding manager's are, except those of an iterator
-    (`StreamSource`), which are gone by then. `ip`, `port`, `world_size`, `train_world_size`:
-    arguments of the engines' `init_collective`. `session`: the number of the latest update.
+    """The trainer's end for engines on other devices, which join a group by themselves. All ranks,
+    or a single plain process, make the same calls:
+
+        sender = CollectiveSender(source, device, settings, workers=2)
+        # Each engine is called with `init_collective(rank_prefix, sender.ip, sender.port, ...)`.
+        sender.connect(joining)               # the futures of these calls
+        # Each engine is called with `update_weights_from_collective`.
+        report = sender.send(version, calls)  # the futures of these calls
+        sender.close()
+
+    Weights are verified as by the sharding manager. Those of an iterator (`StreamSource`) cannot be
+    verified, since they are gone once they are sent.
+
+    Attributes: ip, port, world_size, train_world_size: arguments of the engines' `init_collective`.
+        session: the number of the latest update.
     """
 
     def __init__(
@@ -246,9 +259,9 @@ class CollectiveSender:
         adapter: AdapterFormat | None = None,
         session: int = 0,
     ) -> None:
-        """Listen on `host` for `workers` workers, all engines together; loopback by default.
-        `adapter`: weights are the factors of one. `session`: that of a sender before, some of whose
-        workers join this one.
+        """Listen on `host`, by default loopback, for the `workers` of all engines together.
+        `adapter`: the format, if the weights are the factors of an adapter. `session`: the latest
+        one of an earlier sender, some of whose workers join this one.
         """
         self.session = session
         self._timeout = settings.timeout
@@ -275,7 +288,7 @@ class CollectiveSender:
         self.close()
 
     def use(self, source: WeightSource) -> None:
-        """Take weights from this source from the next update on; on all ranks."""
+        """Send the weights of this source from the next update on. All ranks must call it."""
         self._update.use(source)
 
     def refit_info(self) -> Manifest:
@@ -291,12 +304,11 @@ class CollectiveSender:
         self._broadcast.meet(futures(calls))
 
     def send(self, version: int, calls: Sequence[Any] = ()) -> SyncReport:
-        """Bring all engines to `version`, and verify that they hold it. Collective over the
-        trainer's ranks. `calls`: the engines' `update_weights_from_collective` calls, which run
-        already. They are waited for; one that fails early ends the update at once. Raises
-        RemoteError: on all ranks, naming the worker and the weight. When the weights were wrong,
-        the next `send` repairs it; when a worker was lost, a new sender and a new `init_collective`
-        are needed, and it says so.
+        """Update all engines to `version`, and verify that they hold it. Collective over the
+        trainer's ranks. `calls`: the engines' calls of `update_weights_from_collective`, already
+        under way. The update waits for them, and ends at once if one fails. Raises RemoteError on
+        all ranks, naming the worker and the weight. After wrong weights, the next `send` is enough;
+        after the loss of a worker, a new sender and a new `init_collective` are needed.
         """
         report = SyncReport(version)
         start = time.perf_counter()

@@ -77,7 +77,13 @@ class PendingCall:
 
 class RemoteEngines:
     """The engines of other ranks. Ranks that train use it where they would use a `ShardingManager`
-    for engines of their own.
+    for engines of their own:
+
+        engines = RemoteEngines(source, device, settings, ranks, store)
+        with engines.generation_shift(policy):
+            version = engines.begin("sample", ...)  # the order, then the weights, verified
+            ...  # receives the answers
+        engines.close()
 
     Attributes: report: about the latest update; a shift may have none. then: called once when the
         shift is over and nothing has failed, before the policy changes.
@@ -122,11 +128,13 @@ class RemoteEngines:
         """
         policy = self._policy
         assert policy is not None
+        # The order comes first, since it announces the version of the weights that follow.
         self._tell(kind, version=policy.version, **order)
         report = self._bring(policy.version)
         # A note stays until an update has another.
         report.unpatched = report.unpatched or self.report.unpatched
         self.report = report
+        # The engines wait for a probe, or for None, before they carry out the order.
         assert self._sender is not None
         probe = self._sender.probe(policy)
         if probe is not None:
@@ -139,7 +147,9 @@ class RemoteEngines:
             line.send(kind, **fields)
 
     def _bring(self, version: int) -> SyncReport:
+        """Update all engines to `version`. Repeat it if replicas were lost and others are left."""
         while True:
+            # Workers that have joined or gone need a new group before the update.
             members = self._hear("members")
             try:
                 sender = self._sender
@@ -208,7 +218,13 @@ class RemoteEngines:
 
 
 class Trainers:
-    """A generating rank's end of the conversation."""
+    """A generating rank's end of the conversation with rank 0 of those that train:
+
+    trainers = Trainers(leader, store, number, settings)
+    while (order := trainers.hear())["kind"] != "end":
+        trainers.receive(order["version"])
+        ...  # carries out the order
+    """
 
     def __init__(
         self, leader: Leader | None, store: dist.Store, number: int, settings: SyncSettings

@@ -1,1 +1,3 @@
-"""Used in both processes: the channel, the staging memory, the manifest and digests."""
+"""Code for both processes, trainer and worker: the channel, the staging memory, the manifest and
+digests.
+"""

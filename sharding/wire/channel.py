@@ -76,8 +76,8 @@ class Channel:
         self._socket = socket
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send one message without waiting. Raises SyncError: the peer has gone (a send would
-        otherwise wait for its return, for ever), or see `pack`.
+        """Send one message without waiting. Raises SyncError if the peer has gone, since the send
+        would wait for ever, or if the message is too large.
         """
         packed = pack(kind, **fields)
         try:
@@ -114,7 +114,7 @@ class Channel:
     def _put(self, packed: bytes) -> None:
         self._socket.send(packed, zmq.NOBLOCK)
 
-    def _take(self) -> bytes | None:  # None: not from whom we listen to
+    def _take(self) -> bytes | None:  # None: from another process than the accepted worker
         return self._socket.recv()
 
     def close(self) -> None:
@@ -123,8 +123,8 @@ class Channel:
 
 
 class Listener(Channel):
-    """The trainer's end, in the run's private folder. It knows its peer by a secret that only the
-    peer received; anyone else who connects, before the peer or after it, is ignored.
+    """The trainer's end of a channel, in the run's private folder. It recognises the worker by a
+    secret that only the worker received, and ignores messages of any other process.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -136,7 +136,7 @@ class Listener(Channel):
         self.secret = secrets.token_hex(16)
         self._path = folder / name
         self.endpoint = f"ipc://{self._path}"
-        # Who spoke last, and whom we listen to, by numbers that ZMQ gives them
+        # ZMQ's ids of the process that sent the latest message, and of the accepted worker.
         self._speaker = self._peer = b""
         socket = _socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a peer that has gone is an error

@@ -32,12 +32,12 @@ _ABORTED = "aborted"
 
 
 class GroupError(SyncError):
-    """The group is of no use any more; its members have to join a new one."""
+    """The group has ended; its members have to join a new one."""
 
 
 def wait_until(done: Callable[[], bool], timeout: float, waiting_for: str, still_alive: Look) -> None:
-    """Wait `timeout` seconds for something that can only be asked for. Raises TimeoutError: naming
-    `waiting_for`.
+    """Poll `done` until it returns True. Raises TimeoutError, naming `waiting_for`, after `timeout`
+    seconds.
     """
     deadline = time.monotonic() + timeout
     look = 0.0
@@ -97,7 +97,9 @@ def own_address(peer: str, port: int) -> str:
 
 
 class GroupStore:
-    """The store, with a sentence for the error of a trainer that has gone, and the group's end."""
+    """The group's store. Its errors say that the trainer cannot be reached, and it carries the
+    notice that a member has ended the group.
+    """
 
     def __init__(self, store: Store, where: str) -> None:
         self._store: Any = store  # its stubs know of no bytes

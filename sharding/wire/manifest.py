@@ -79,8 +79,8 @@ class SourceParameter:
 
 
 def manifest_of(parameters: list[SourceParameter]) -> Manifest:
-    """Return the manifest of what a source sends. Raises SyncError: two parameters hold a weight of
-    the same name.
+    """Return the manifest of the parameters that a source sends. Raises SyncError: two parameters
+    hold a weight of the same name.
     """
     manifest: Manifest = {}
     for piece in (piece for parameter in parameters for piece in parameter.pieces):

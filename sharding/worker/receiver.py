@@ -1,5 +1,5 @@
-"""The worker's half of an update, whatever carries it: messages read, buckets loaded, every weight
-accounted for.
+"""The worker's end of an update, for all transports: messages are read, buckets loaded, and every
+weight accounted for.
 """
 
 import gc
@@ -30,9 +30,9 @@ class Carrier(Protocol):
     """
 
     def next(self) -> dict[str, Any]:
-        """Return the next message: `begin`, `bucket`s and maybe a `pull`, or one `in_place`;
-        `finish`, `compare`s, `end` or
-        `abort`.
+        """Return the next message. Its `kind` is one of these, in this order: `begin`; `bucket`
+        repeatedly and perhaps a `pull`, or one `in_place`; `finish`; `compare` repeatedly, if
+        weights are sent again to be compared; `end`. `abort` may come at any time instead.
         """
 
     def answer(self, **fields: Any) -> None:
@@ -71,8 +71,8 @@ class UpdateOutcome:
 
 
 class Receiver:
-    """Serves one update to one worker's model. See `Carrier.next` for the messages, of which every
-    one is answered.
+    """Serves one update to one worker's model: loads the buckets of a `Carrier`, and answers each
+    of its messages.
     """
 
     def __init__(
@@ -230,10 +230,16 @@ def engine_dtypes(worker: Any) -> list[str]:
 
 
 class Buckets(Protocol):
-    """The worker's half of a transport (`sharding.transports.base`), which finds the bytes of
-    buckets. It is made with the vLLM worker. `ahead`: bytes of the next bucket may come while one
-    is loaded, so its message is read as soon as it is there. `opened`, `closed`: how often memory
-    was mapped and let go; equal between syncs that release it.
+    """The worker's end of a transport (`sharding.transports.base`), which finds the bytes of
+    buckets. It is made with the vLLM worker. The caller's lines for each bucket:
+
+        buckets.expect(message)           # as soon as the message is read
+        memory = buckets.bucket(message)  # valid until the next bucket is asked for
+        buckets.close()                   # at the end of the update
+
+    Attributes: ahead: True if the bytes of the next bucket may arrive while one is loaded, so that
+        its message has to be read as soon as it is there. opened, closed: how often memory was
+        mapped and unmapped; equal between updates that release it.
     """
 
     ahead: bool
@@ -251,7 +257,7 @@ class Buckets(Protocol):
 
 
 class StagedBuckets:
-    """Buckets in memory of the rank on the same device, mapped once until `close`. See
+    """Buckets in memory of the rank on the same device, mapped once until `close`. It implements
     `Buckets`.
     """
 

@@ -1,14 +1,14 @@
 """Record and replay: the copies that vLLM's loaders made in one update, repeated without the
 loaders.
 
-A loader finds out, weight by weight and at every sync, where a weight belongs: it splits fused
-projections, takes a tensor-parallel rank's slice, pads vocabularies, and in the end copies a view
-of the weight into a view of a parameter. Those views do not change between syncs. So the first
-update goes through the loaders while a `LoadWatcher` notes every copy; later ones are one
-multi-tensor copy a bucket. Two other ways were weighed: a table of rules for each architecture
-(what peers' resharding does; it has to be kept up with vLLM, and errs silently), and asking the
-loaders for their plan (they have none). A weight whose loader computes something, rather than
-copying, is always left to its loader.
+At every sync, a loader finds out for each weight where it belongs: it splits fused projections,
+takes a tensor-parallel rank's slice, pads vocabularies, and in the end copies a view of the weight
+into a view of a parameter. Those views do not change between syncs. So the first update goes
+through the loaders while a `LoadWatcher` notes every copy; later ones are one multi-tensor copy a
+bucket. Two alternatives were rejected: a table of rules for each architecture, as other projects'
+resharding has (it has to follow vLLM, and its errors are silent), and asking the loaders for their
+plan (they have none). A weight whose loader computes something, rather than copying, is always left
+to its loader.
 
 `LoadWatcher` knows no model. Every loader ends in `copy_`, which a dispatch mode sees. From the
 copies follows whether each weight was read and each parameter written in full, on every worker and
@@ -60,8 +60,8 @@ class RecordedCopy:
         return weight.as_strided(self.shape, self.stride, weight.storage_offset() + self.offset)
 
     def within(self, first: int, last: int) -> Iterator["RecordedCopy"]:
-        """Return the parts of it that read the weight's elements [first, last), with offsets from
-        the first of them.
+        """Return the parts of this copy that read the weight's elements [first, last), with offsets
+        from the first of them.
 
         Of a copy of a weight [4, 6], elements [3, 14) are the last three of row 0, row 1 whole, and
         two of row 2. Rows that lie inside stay together; of those that only begin or end there, the
@@ -219,8 +219,8 @@ class Recording:
         return written
 
     def recall(self, weights: NamedTensors, parts: list[Part]) -> None:
-        """Make the copies of `replay` and `replay_parts` the other way round: into weights, out of
-        the parameters. Weights that are not replayable stay as they are.
+        """Make the copies of `replay` and `replay_parts` in reverse, from the parameters into
+        `weights` and `parts`. Weights that are not replayable are left unchanged.
         """
         copies = []
         for name, weight in weights:
@@ -249,7 +249,7 @@ class Recording:
         return self.parts[key]
 
     def refill(self) -> None:
-        """Fill the padding again; memory that was given back during sleep has forgotten it."""
+        """Fill the padding again, which is lost where memory was released during sleep."""
         for target, value in self.fills:
             target.fill_(value)
 
@@ -409,8 +409,7 @@ class LoadWatcher(TorchDispatchMode):
         self._derived: dict[int, tuple[str, Any]] = {}
 
     def expect(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Announce weights about to be loaded; earlier ones whose memory they took over are
-        forgotten.
+        """Announce weights about to be loaded. Earlier weights in the same memory are forgotten.
 
         So are those whose memory is given back meanwhile: it may soon hold a loader's results for
         other weights.

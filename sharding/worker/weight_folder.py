@@ -44,10 +44,12 @@ def digest(data: memoryview) -> str:
 def locked_slot(
     folder: Path, choose: Callable[[], dict[str, Any]], flags: int, timeout: float
 ) -> tuple[dict[str, Any], int]:
-    """Open and lock the slot that `choose` names, and choose again if it names another by then.
+    """Open and lock the slot of a weights folder that `choose` names. If `choose` names another
+    slot once the lock is held, start over.
 
-    Returns what `choose` gave and a descriptor of its `slot`, opened with these flags and locked to
-    read or to write. Raises TimeoutError: when others hold it for `timeout` seconds.
+    Returns the result of `choose` and a descriptor of its `slot`, opened with these flags and
+    locked for reading or for writing. Raises TimeoutError if other processes hold the lock for
+    `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     reads = flags == os.O_RDONLY

@@ -37,7 +37,11 @@ from trainer.types import MicroBatch, Outputs, Policy, Scorer
 
 @dataclass
 class Learner:
-    """Updates the policy on a step's trajectories. Collective: the same answers on all ranks."""
+    """Updates the policy on a step's trajectories. Every rank passes the same answers:
+
+    learner = Learner(config, policy, reference, pad_id)
+    metrics = learner.learn(answers, make_groups(answers), step)  # step 1, 2, …
+    """
 
     config: TrainConfig
     policy: Policy
