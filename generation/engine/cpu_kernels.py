@@ -40,8 +40,8 @@ def hide_instructions(plain: bool) -> dict[str, Any]:
 
     With `plain`, torch reports no bfloat16 instructions either, for which vLLM packs convolutions
     (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm). Call it after
-    `vllm._custom_ops` has been
-    imported: that import asks the same functions which library of kernels to load.
+    `vllm._custom_ops` was imported: this import asks the same functions which library of kernels to
+    load.
     """
     import torch
 

@@ -173,9 +173,10 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
 
     R_t = r_t + gamma * R_(next unmasked position): masked positions neither carry rewards nor
     discount them, so the length of a tool's reply does not change what the outcome contributes to
-    an earlier turn. Sutton and Barto 2018, equation 3.8. REINFORCE++'s token-level return
-    (arXiv:2501.03262) is this with gamma 1, applied to the outcome's reward (`at_sequence_end`)
-    plus the KL `penalty`. The result has the shape of the rewards; gamma is in 0..1.
+    an earlier turn. Sutton and Barto 2018, Reinforcement Learning: An Introduction, equation 3.8.
+    REINFORCE++'s token-level return (arXiv:2501.03262) is this with gamma 1, applied to the
+    outcome's reward (`at_sequence_end`) plus the KL `penalty`. The result has the shape of the
+    rewards; gamma is in 0..1.
     """
     trained = mask.bool()
     total = _accumulate(torch.where(trained, rewards.float(), 0.0), torch.where(trained, gamma, 1.0))

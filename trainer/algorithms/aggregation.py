@@ -16,15 +16,15 @@ from trainer.algorithms.catalogue import Record, Tensor
 
 
 def token_mean_weights(mask: Tensor, tokens: float) -> Tensor:
-    """Give every trainable token of the step the same weight: DAPO's loss (arXiv:2503.14476,
-    equation 8).
+    """Give every trainable token of the step the same weight: the loss of DAPO, Yu et al. 2025
+    (arXiv:2503.14476), equation 8.
     """
     return mask.float() / max(tokens, 1.0)
 
 
 def sequence_mean_weights(mask: Tensor, sequences: float) -> Tensor:
-    """Give every sequence the same weight, shared by its tokens: GRPO (arXiv:2402.03300, equation
-    3).
+    """Give every sequence the same weight, shared by its tokens: GRPO, Shao et al. 2024
+    (arXiv:2402.03300), equation 3.
     """
     tokens = mask.float().sum(dim=1, keepdim=True).clamp(min=1.0)
     return mask.float() / tokens / max(sequences, 1.0)
@@ -42,8 +42,8 @@ def sequence_sum_weights(mask: Tensor, sequences: float) -> Tensor:
 def fixed_length_weights(mask: Tensor, sequences: float, longest: int) -> Tensor:
     """Divide `sequence_sum_weights` by the length of the longest possible answer, in tokens.
 
-    Dr. GRPO (arXiv:2503.20783): a constant in place of the answer's length, which favours long ones
-    among bad answers.
+    Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783): a constant in place of the answer's length, which
+    favours long ones among bad answers.
     """
     return sequence_sum_weights(mask, sequences) / longest
 

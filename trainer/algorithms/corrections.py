@@ -22,11 +22,11 @@ def rollout_ratios(
     `.clamp(max=cap)` turns them into truncated importance weights, which correct the gradient for
     samples drawn from another distribution: Espeholt et al. 2018 (IMPALA, arXiv:1802.01561, the rho
     of equation 1). Per token, between engine and trainer: Yao et al. 2025, "Your efficient RL
-    framework secretly brings you off-policy RL training"; per
-    sequence: Liu et al. 2025, "When speed kills stability" (unbiased except for the cap, and
-    noisy). Log-probabilities
-    are [B, T]: the trainer's before the step's first update, and the engine's under its sampling
-    distribution. Returns [B, T] without gradient, 1 on masked tokens.
+    framework secretly brings you off-policy RL training" (fengyao.notion.site/off-policy-rl). Per
+    sequence: Liu et al. 2025, "When speed kills stability" (richardli.xyz/rl-collapse); this is
+    unbiased except for the cap, and noisy. Log-probabilities are [B, T]: the trainer's before the
+    step's first update, and the engine's under its sampling distribution. Returns [B, T] without
+    gradient, 1 on masked tokens.
     """
     return torch.exp(log_ratio(old_logprobs.detach(), engine_logprobs, mask, level))
 

@@ -39,7 +39,8 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     never negative.
 
     It has low variance. Schulman 2020, "Approximating KL divergence"
-    (joschu.net/blog/kl-approx.html); GRPO's equation 4 (arXiv:2402.03300) has this form.
+    (joschu.net/blog/kl-approx.html); GRPO, Shao et al. 2024 (arXiv:2402.03300), equation 4, has
+    this form.
     """
     difference = -k1(logprobs, reference_logprobs)
     return torch.expm1(difference) - difference
@@ -86,10 +87,9 @@ def penalty(estimate: Tensor, mask: Tensor, coefficient: float) -> Tensor:
     """Return -coefficient * KL for each token, to be added to its reward, or, summed over T, to a
     sequence's reward.
 
-    Ouyang et al. 2022 (arXiv:2203.02155), equation 2; for each token: Ziegler et al. 2019
-    (arXiv:1909.08593), equation
-    2. The estimate [B, T] is `k1` of the policy that sampled. Returns [B, T] without gradient, 0 on
-       masked tokens.
+    Ouyang et al. 2022 (InstructGPT, arXiv:2203.02155), equation 2; for each token: Ziegler et al.
+    2019 (arXiv:1909.08593), equation 2. The estimate [B, T] is `k1` of the policy that sampled.
+    Returns [B, T] without gradient, 0 on masked tokens.
     """
     return torch.where(mask.bool(), -coefficient * estimate.detach(), 0.0)
 

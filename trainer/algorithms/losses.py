@@ -57,11 +57,12 @@ def clipped_surrogate(
 ) -> tuple[Tensor, Tensor]:
     """Return the clipped surrogate: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
-    Schulman et al. 2017 (arXiv:1707.06347), equation 7; different bounds below and above: DAPO, Yu
-    et al. 2025 (arXiv:2503.14476), equation 8; with geometric ratios: GSPO (arXiv:2507.18071),
-    equation 5. With `dual_clip` = c, tokens with A < 0 have -max(min(...), c A): Ye et al. 2020
-    (arXiv:1912.09729); otherwise the loss of a token that has become much more likely is unbounded.
-    The gradient is 0 where clipped. `dual_clip` is a ratio above 1 + clip_high, such as 3 or 10.
+    PPO, Schulman et al. 2017 (arXiv:1707.06347), equation 7; different bounds below and above:
+    DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 8; with geometric ratios: GSPO, Zheng et al.
+    2025 (arXiv:2507.18071), equation 5. With `dual_clip` = c, tokens with A < 0 have -max(min(...),
+    c A): Ye et al. 2020 (arXiv:1912.09729); otherwise the loss of a token that has become much more
+    likely is unbounded. The gradient is 0 where clipped. `dual_clip` is a ratio above 1 +
+    clip_high, such as 3 or 10.
     """
     advantages = _per_token(advantages)
     ratio = torch.exp(log_ratio)
@@ -88,9 +89,9 @@ def cispo(
     """Return -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p: the weight is clipped, and no token
     loses its gradient.
 
-    CISPO, MiniMax 2025 (arXiv:2506.13585), equations 4 and 5; `log_ratio` is treated as constant.
-    The paper has only an upper bound, so clip_low = 1. Common upper bounds are 5 and more, so
-    clip_high = 4.
+    CISPO, MiniMax 2025, MiniMax-M1 (arXiv:2506.13585), equations 4 and 5, where sg[...] carries no
+    gradient; `log_ratio` is treated as constant. The paper has only an upper bound, so clip_low =
+    1. Common upper bounds are 5 and more, so clip_high = 4.
     """
     ratio = torch.exp(log_ratio.detach())
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -103,8 +104,9 @@ def sapo(
     """Return -(4 / t) sigmoid(t (r - 1)) A: a smooth gate in place of clipping, of slope 1 at r = 1
     and flat far from it.
 
-    SAPO, Gao et al. 2025 (arXiv:2511.20347). `sapo_temperatures` are t for A > 0 and t for other
-    tokens: the higher t is, the sooner the gate is flat. No token is clipped.
+    SAPO, Gao et al. 2025, Soft Adaptive Policy Optimization (arXiv:2511.20347). `sapo_temperatures`
+    are t for A > 0 and t for other tokens: the higher t is, the sooner the gate is flat. No token
+    is clipped.
     """
     advantages = _per_token(advantages)
     temperature = torch.where(advantages > 0, *sapo_temperatures)
@@ -168,8 +170,8 @@ def clipped_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2 for each token.
 
-    PPO's reference implementation, as described by Engstrom et al. 2020 (arXiv:2005.12729), section
-    3.
+    PPO's reference implementation, as Engstrom et al. 2020 (arXiv:2005.12729) describe it in
+    section 3.
 
     Values [B, T] carry the gradient. Old values [B, T], from before the step's first update, and
     returns [B, T], the targets of the values (see `advantages.gae`), are treated as constant.

@@ -455,7 +455,8 @@ def _ring(size: float, ranks: int, gpu: Gpu, calls: int) -> float:
     everything except its own part.
 
     Between machines every GPU's network card carries a ring, so a machine's rate is the sum over
-    its cards, at most the rate of its internal links (NCCL; nccl-tests/doc/PERFORMANCE.md).
+    its cards, at most the rate of its internal links
+    (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
     """
     if ranks == 1:
         return 0.0

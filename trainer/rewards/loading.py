@@ -75,8 +75,7 @@ class TrlReward:
     it takes any.
 
     TRL's own format functions are asked twice where the chat template has opened a tag, such as
-    <think>, before the
-    completion: without it and with it, since they want to see the tag
+    <think>, before the completion: without the tag and with it, since they require the tag
     (https://github.com/huggingface/trl/issues/6966).
     """
 

@@ -303,8 +303,9 @@ class WandbCopy(Copy):
         for row in self._earlier:
             if row["train/step"] > last:
                 run.log(row | self._table(row["train/step"]))
-        # Uploading one offline folder replaces the uploads of the run's other folders (wandb#5865).
-        # This folder begins with all steps, so `wandb sync` is made to skip the others.
+        # Uploading one offline folder replaces the uploads of the run's other folders
+        # (https://github.com/wandb/wandb/issues/5865). This folder begins with all steps, so `wandb
+        # sync` is made to skip the others.
         for file in replaced:
             file.with_suffix(".wandb.synced").touch()
         alarms = Alarms(self._earlier)
