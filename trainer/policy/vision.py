@@ -43,7 +43,7 @@ class Vision:
         if "mm_encoder_outputs" not in taken or not hasattr(trunk, "get_placeholder_mask"):
             raise UserError(
                 f"{type(model).__name__} does not take the features of images: use another model, or "
-                "Transformers 5.19 or later"
+                "a later release of Transformers"
             )
         self._trunk: Any = trunk
         vision = model.config.vision_config

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from transformers import GraniteMoeConfig, PretrainedConfig, Qwen2Config, Qwen3NextConfig, T5Config
+from transformers.distributed import tensor_parallel
 
 from tests.support.recipes import make_config
 from trainer.config.schema import TrainConfig
@@ -99,7 +100,22 @@ def test_a_critic_that_is_no_language_model_is_left_to_what_loads_it(
     assert config.batch.share_prefixes is False
 
 
-def test_experts_that_transformers_cannot_split_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lacks", "sentence"),
+    [
+        ("", ".* no plan to split the experts of GraniteMoeForCausalLM: set it to 1"),
+        (
+            "resolve_parallel_plans",
+            "Transformers 5.* set it to 1, or install Transformers 5.19 or later",
+        ),
+    ],
+    ids=["a model without a plan", "a release that splits none"],
+)
+def test_experts_that_transformers_cannot_split_are_refused(
+    lacks: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lacks:
+        monkeypatch.delattr(tensor_parallel, lacks)
     mixture = GraniteMoeConfig(
         **SMALL, num_attention_heads=2, num_local_experts=4, num_experts_per_tok=2
     )
@@ -110,6 +126,5 @@ def test_experts_that_transformers_cannot_split_are_refused(tmp_path: Path) -> N
         "data": {"path": "d"},
         "policy": {"expert_parallel": 2},
     }
-    sentence = "policy.expert_parallel is above 1, but .* no plan to split the experts of GraniteMoeForCausalLM: set it"
-    with pytest.raises(UserError, match=f"^{sentence} to 1$"):
+    with pytest.raises(UserError, match=f"^policy.expert_parallel is above 1, but {sentence}$"):
         check_model(TrainConfig.model_validate(sections))
