@@ -8,6 +8,11 @@ starts engines.
 import inspect
 from typing import Any
 
+ENDS_OF_RESPONSES = ("response.completed", "response.incomplete")
+"""The last event of a stream of Responses, which has the whole answer. From 0.33 on the second ends
+an answer that was cut at its length; before, the first ends every answer.
+"""
+
 
 def server_arguments() -> Any:
     """Return vLLM's module of its server's command line, which 0.33 moved."""

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Message, Send
 
 from generation.engine.sampling import SamplingSettings
+from generation.engine.vllm_differences import ENDS_OF_RESPONSES
 from generation.exact_ids import KnownPrefix, replace_prefix_tokens
 from generation.server.conversations import VLLM_ERRORS, Refused, ServedCall, StoredResponses, as_key
 from generation.server.dialects import MESSAGES, RESPONSES, add_event, message_in
@@ -425,7 +426,7 @@ class AnswerSender:
             add_event(self._blocks, chunk)
             if chunk["type"] == "message_delta":
                 self._keep(0, message_in(MESSAGES, {"content": self._blocks}), chunk)
-        if self._path == RESPONSES and chunk["type"] == "response.completed":
+        if self._path == RESPONSES and chunk["type"] in ENDS_OF_RESPONSES:
             self._complete_answer(chunk["response"])
         if self._path in (RESPONSES, MESSAGES):
             return kind + b"data: " + json.dumps(chunk).encode()

@@ -216,7 +216,8 @@ def by_responses(server: OpenAIServer, key: str, stream: bool, keep: bool = True
         request |= {"input": question if keep else items, "previous_response_id": previous}
         if stream:
             with api.stream(**request) as events:
-                answer: Any = events.get_final_response()
+                *_, last = events  # of a type that depends on vLLM's release where the answer was cut
+            answer: Any = last.response
         else:
             answer = api.create(**request)
         if keep:

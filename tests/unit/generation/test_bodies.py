@@ -1,11 +1,16 @@
 """A mistake in a request's body is reported as one sentence about the field, however many types vLLM has tried."""
 
+import asyncio
+import json
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from starlette.requests import Request
 
-from generation.server.bodies import sentence_of
+from generation.server.bodies import AnswerSender, sentence_of
+from generation.server.conversations import ServedCall, StoredResponses
+from generation.server.dialects import RESPONSES
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": 7}, "input: Input should be a valid string"),
@@ -36,3 +41,31 @@ def test_the_error_told_is_that_of_the_type_that_the_value_comes_closest_to(
         ResponsesRequest.model_validate(body)
     errors = [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
     assert sentence_of(errors, body).startswith(sentence)
+
+
+@pytest.mark.parametrize("end", ["response.completed", "response.incomplete"])
+def test_a_streamed_response_is_stored_whatever_a_release_calls_its_end(end: str) -> None:
+    """From vLLM 0.33 on, an answer that was cut at its length ends as incomplete."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    stored = StoredResponses()
+    call = ServedCall(sampling=None, taken=True, items=[{"role": "user", "content": "2+2?"}])
+    sender = AnswerSender(Request({"type": "http", "path": RESPONSES}), send, call, stored, "earlier")
+    answer = {
+        "id": "resp_1",
+        "output": [{"type": "message", "content": [{"type": "output_text", "text": "4"}]}],
+    }
+    event = f"event: {end}\ndata: {json.dumps({'type': end, 'response': answer})}\n\n".encode()
+
+    async def run() -> None:
+        headers = [(b"content-type", b"text/event-stream")]
+        await sender.send({"type": "http.response.start", "status": 200, "headers": headers})
+        await sender.send({"type": "http.response.body", "body": event, "more_body": False})
+
+    asyncio.run(run())
+    last = json.loads(sent[-1]["body"].partition(b"data: ")[2])["response"]
+    assert (last["previous_response_id"], last["store"]) == ("earlier", True)
+    assert json.loads(stored["resp_1"]) == [*call.items, *answer["output"]]
