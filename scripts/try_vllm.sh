@@ -85,7 +85,8 @@ PYTHON
 chosen() {
     "$python" -m pytest -n 2 -rA -q $("$python" scripts/vllm_tests.py) | tee "$made/report"
     # What an operator with another name or signature looks like.
-    grep -E "torch\.ops|has no attribute|got an unexpected keyword|ImportError|positional argument" "$made/report" | sort | uniq -c | sort -rn | head -20
+    grep -E "torch\.ops|has no attribute|got an unexpected keyword|ImportError|positional argument" "$made/report" |
+        sort | uniq -c | sort -rn | head -20
     "$python" scripts/vllm_tests.py "$made/report" >>"$made/table" || failed=1
 }
 
