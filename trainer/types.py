@@ -192,6 +192,10 @@ class MicroBatch:
     routes: Tensor | None = None
     ages: Tensor | None = None  # [B, T-1] uint8, updates since the token was sampled; None: all 0
     images: list[ImageSpan] = field(default_factory=list)  # in the order of their placeholder tokens
+    # [B, T-1] int64, the tokens whose log-probabilities are computed; None: `input_ids[:, 1:]`
+    targets: Tensor | None = None
+    # [B, T-1] float32, each token's weight in a loss of `trainer.training`; None in a recipe's run
+    weights: Tensor | None = None
 
     @property
     def ways(self) -> int:

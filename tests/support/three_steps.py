@@ -122,16 +122,16 @@ def update_and_look(
     got: dict[str, Tensor],
 ) -> UpdateStats:
     """Make an update, and put its whole gradients, before clipping, into `got`."""
-    apply = policy._step
+    apply = policy.step
 
     def look_and_apply(*arguments: Any) -> UpdateStats:
         gradients = {name: gradient(p) for name, p in policy.named_parameters()}
         got.update({name: g.detach().clone() for name, g in gradients.items() if g is not None})
         return apply(*arguments)
 
-    policy._step = look_and_apply
+    policy.step = look_and_apply
     stats: UpdateStats = policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE, place)
-    del policy._step
+    del policy.step
     return stats
 
 

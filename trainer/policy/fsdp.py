@@ -284,6 +284,16 @@ class ShardedModel(Offloadable):
         Raises TrainingDiverged on all ranks if the last `max_skipped_steps` updates were all
         skipped.
         """
+        sums = self._accumulate(batches, loss_of)
+        return self.step(sums, self.updates.learning_rate(progress), self.config.max_grad_norm)
+
+    def _accumulate(self, batches: list[MicroBatch], loss_of: LossOf) -> MetricSums:
+        """Add the gradients of all losses to those that wait for `step`, summed over ranks.
+        Collective.
+
+        Each call reduces its gradients over ranks and replicas in its last micro-batch, so no call
+        needs to know whether another one follows. Returns this rank's sums of losses and metrics.
+        """
         self._move_weights()
         if self._state_to_move:
             move_state(self.optimizer, self.device)
@@ -297,24 +307,25 @@ class ShardedModel(Offloadable):
             loss.backward()
             metrics.add(batch, loss, sums)
         self._reshard()
+        return metrics
+
+    def step(self, metrics: MetricSums, rate: float, max_norm: float) -> UpdateStats:
+        """Clip the waiting gradients to a norm of `max_norm` and apply them, or drop them if loss
+        or norm is not finite. Collective.
+
+        `metrics` are this rank's sums of all losses since the last step. They and the norm are
+        summed over ranks, so all ranks decide alike. Raises TrainingDiverged as `update` does.
+        """
         gradients = [local_part(p.grad) for p in self.trained().values() if p.grad is not None]
         # Every replica has the same gradients, so the sum counts each shard once per replica.
         squared_norm = torch.nn.utils.get_total_norm(gradients).double() ** 2 / self._replicas
-        totals = metrics.over_ranks(squared_norm=squared_norm)
-        rate = self.updates.learning_rate(progress)
-        return self._step(gradients, totals.pop("squared_norm") ** 0.5, rate, totals)
-
-    def _step(
-        self, gradients: list[Tensor], norm: float, rate: float, sums: dict[str, float]
-    ) -> UpdateStats:
-        """Clip and apply gradients, or skip them. Loss and norm are sums over ranks, so all ranks
-        decide alike.
-        """
+        sums = metrics.over_ranks(squared_norm=squared_norm)
+        norm = sums.pop("squared_norm") ** 0.5
         # Both comparisons are false for NaN
         finite = abs(sums["loss"]) < float("inf") and norm < float("inf")
         if finite:
-            if norm > self.config.max_grad_norm:
-                torch._foreach_mul_(gradients, self.config.max_grad_norm / (norm + 1e-6))
+            if norm > max_norm:
+                torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             if not self.updates.applied and starts_without_state(self.config):
@@ -322,6 +333,19 @@ class ShardedModel(Offloadable):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return self.updates.count(not finite, norm, rate, sums)
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients that wait for `step`, also those of a call that was broken off."""
+        self.optimizer.zero_grad(set_to_none=True)
+        root = cast(FSDPModule, self.module)
+        if root._get_fsdp_state()._is_root:  # which it is not before the first forward pass
+            root.reset_iter_state()
+        for unit in self._units():
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):  # made in the first forward pass
+                        parameter._unsharded_param.grad = None
 
     def _reduce_gradients(self, unit: FSDPModule, last: bool) -> None:
         """Reduce a unit's gradients over replicas once per update, not once per micro-batch.
@@ -404,6 +428,16 @@ class FsdpPolicy(ShardedModel, Policy):
         """Run one optimizer step on all batches, as `Policy.update` describes. Collective."""
         return self._update(
             batches, lambda batch: loss_fn(batch, outputs(self.module, batch, temperature)), place
+        )
+
+    def accumulate(self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float) -> MetricSums:
+        """Add the gradients of the summed losses to those that wait for `step`. Collective.
+
+        `update` is this and `step`. Between the two, calls may follow one another, and scores
+        change nothing. Returns this rank's sums, which `step` takes (`MetricSums.join`).
+        """
+        return self._accumulate(
+            batches, lambda batch: loss_fn(batch, outputs(self.module, batch, temperature))
         )
 
     def save_pretrained(self, folder: Path) -> None:

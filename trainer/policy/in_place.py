@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainer.policy import hf_format
 from trainer.policy.fsdp import FsdpPolicy
 from trainer.policy.hf_format import parameter_names
+from trainer.policy.optimizer import MetricSums
 from trainer.types import UpdateStats
 
 
@@ -86,10 +87,9 @@ class InPlacePolicy(FsdpPolicy):
         super().load_state_dict(state)
         self._publish()
 
-    def _step(
-        self, gradients: list[Tensor], norm: float, rate: float, sums: dict[str, float]
-    ) -> UpdateStats:
-        stats = super()._step(gradients, norm, rate, sums)
+    def step(self, metrics: MetricSums, rate: float, max_norm: float) -> UpdateStats:
+        """Apply the waiting gradients to the masters, and cast the weights from them."""
+        stats = super().step(metrics, rate, max_norm)
         self._publish()
         return stats
 

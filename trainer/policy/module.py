@@ -251,7 +251,7 @@ def _pairs(inputs: Tensor, packing: Packing) -> float:
 def outputs(module: nn.Module, batch: MicroBatch, temperature: float) -> Outputs:
     """Return the outputs of a PolicyModule, wrapped or not, for a micro-batch."""
     inputs, packing = trunk_inputs(batch)
-    targets = batch.trained(batch.input_ids[:, 1:])
+    targets = batch.trained(batch.input_ids[:, 1:] if batch.targets is None else batch.targets)
     routing = cast(Routing | None, module.routing)
     if routing is not None:
         routing.begin(batch)

@@ -106,6 +106,11 @@ class MetricSums:
             )
             self._sums[key] = self._sums.get(key, 0.0) + counted
 
+    def join(self, other: "MetricSums") -> None:
+        """Add the sums of another call."""
+        for key, value in other._sums.items():
+            self._sums[key] = self._sums.get(key, 0.0) + value
+
     def over_ranks(self, **scalars: Tensor) -> dict[str, float]:
         """Return the sums over ranks, also of further scalars. Collective: every rank must have the
         same names.
