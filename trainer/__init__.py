@@ -8,12 +8,14 @@ from typing import Any
 import generation  # noqa: F401  # before Transformers: it makes way for torchvision
 
 _HOMES = {
+    "Datum": "trainer.training.data",
     "Policy": "trainer.types",
     "DeepSpeedPolicy": "trainer.policy.deepspeed",
     "FsdpPolicy": "trainer.policy.fsdp",
     "PreparedPolicy": "trainer.policy.prepared",
     "RLTrainer": "trainer.loop",
     "TrainConfig": "trainer.config.schema",
+    "Training": "trainer.training.training",
     "UserError": "trainer.errors",
 }
 

@@ -14,6 +14,7 @@ import socket
 import sys
 from contextlib import suppress
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ PREFIX = "hotbunk"  # prefix of the ranks' keys in the store
 _LISTENS = "0A"
 _LOOPBACK_6 = "00000000000000000000000001000000"
 _store: dist.Store | None = None
+_TIMES = count()  # this process has joined the ranks
 
 
 def is_size_or_dtype(module: str, name: str) -> bool:
@@ -98,6 +100,9 @@ def init_process_group(
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     if "RANK" in os.environ:
         _store, rank_, world = next(dist.rendezvous("env://", timeout=timeout))
+        # A program that joins again must not read the addresses of its earlier group.
+        if times := next(_TIMES):
+            _store = dist.PrefixStore(f"joined/{times}", _store)
     else:
         _store = dist.HashStore()
         rank_ = 0
@@ -187,16 +192,19 @@ def _is_open(port: int) -> bool:
     return False
 
 
-def destroy_process_group() -> None:
+def destroy_process_group(together: bool = True) -> None:
     """Leave the process group once all ranks have called this; a rank that left earlier could abort
     the others.
+
+    With `together` False, leave at once, after a failure: the others then lose contact.
     """
     global _store
     if dist.is_initialized():
-        if world_size(EVERYBODY) > world_size():  # there are crews
+        if together and world_size(EVERYBODY) > world_size():  # there are crews
             exchange(None, among=EVERYBODY)
         set_everybody(None)
-        dist.barrier()
+        if together:
+            dist.barrier()
         dist.destroy_process_group()
     _store = None
 

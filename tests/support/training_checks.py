@@ -1,0 +1,148 @@
+"""Data for `hotbunk.Training`, and checks of it that one rank and two run alike."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from generation.trajectory import Trajectory
+from hotbunk import Datum, Training
+from sharding.send.source import gathered as whole
+from tests.conftest import ROOT
+from tests.support.learning_steps import as_step
+from trainer.algorithms.aggregation import weights
+from trainer.learning.learner import Learner
+from trainer.learning.policy_loss import PolicyLoss, correction
+from trainer.policy import FsdpPolicy
+from trainer.types import LossFn, MicroBatch, UpdateStats
+
+EXACT: dict[str, dict[str, Any]] = {
+    "policy": {"dtype": "float32", "max_grad_norm": 1.0},
+    "batch": {"tokens_per_micro_batch": 64},
+    "run": {"device": "cpu", "step_deadline_s": 60},
+}
+
+
+def make(folder: Path, **settings: Any) -> Training:
+    """Return a training in float32, in micro-batches of 64 tokens."""
+    return Training(folder, **EXACT, **settings)
+
+
+def random_data(count: int, seed: int = 0, shifted: bool = True) -> list[Datum]:
+    """Draw data of 2 to 15 tokens, with numbers in all fields; weights of either sign and 0."""
+    draw = random.Random(seed)
+    data = []
+    for _ in range(count):
+        ids = [draw.randrange(5, 60) for _ in range(draw.randrange(3, 17))]
+        size = len(ids) - 1
+        data.append(
+            Datum(
+                inputs=ids[:-1],
+                targets=ids[1:] if shifted else [draw.randrange(5, 60) for _ in range(size)],
+                weights=[draw.choice([-0.5, 0.0, 1.0, 2.0]) for _ in range(size)],
+                logprobs=[draw.uniform(-8, -1) for _ in range(size)],
+                advantages=[draw.uniform(-1, 1) for _ in range(size)],
+            )
+        )
+    return data
+
+
+def plain_model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def plain_logprobs(model: Any, datum: Datum) -> Tensor:
+    """Return the log-probabilities [N] of the targets, from all logits in plain Transformers."""
+    table = model(torch.tensor([datum.inputs])).logits[0].log_softmax(-1)
+    return table[torch.arange(len(datum.inputs)), torch.tensor(datum.targets)]
+
+
+def weights_of(training: Training) -> dict[str, Tensor]:
+    """Return copies of all weights, whole, by name."""
+    return {name: whole(p.detach()).clone() for name, p in training.policy.named_parameters()}
+
+
+def gradients_of(training: Training) -> dict[str, Tensor]:
+    """Return copies of the waiting gradients, whole, by name."""
+    named = training.policy.named_parameters()
+    return {name: whole(p.grad).clone() for name, p in named if p.grad is not None}
+
+
+def assert_equal(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 0.0) -> None:
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(got[name], tensor, rtol=0, atol=tolerance, msg=name)
+
+
+def random_answers() -> list[Trajectory]:
+    """Draw four groups of four answers with rewards that differ."""
+    draw = random.Random(7)
+    trajectories = []
+    for prompt in range(4):
+        ids = [draw.randrange(5, 60) for _ in range(4)]
+        for sample in range(4):
+            trajectory = Trajectory(prompt, sample, ids, reward=float(sample % 3))
+            answer = [draw.randrange(5, 60) for _ in range(draw.randrange(2, 8))]
+            trajectory.extend(answer, [-4.0] * len(answer))
+            trajectories.append(trajectory)
+    return trajectories
+
+
+class Recorded(FsdpPolicy):
+    """A policy that records what the loop's update computes: each sequence as a datum."""
+
+    data: dict[int, Datum]
+    rate = 0.0
+
+    def update(
+        self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float | None = None
+    ) -> UpdateStats:
+        self.data = {}
+        assert isinstance(loss_fn, PolicyLoss)
+        config = loss_fn._config
+        scores = self.score(batches, temperature)
+        for batch, scored in zip(batches, scores, strict=True):
+            table = weights(batch.loss_mask, config.aggregation, *loss_fn._counts, loss_fn._longest)
+            table = table * correction(config, batch, scored.logprobs, scored.logprobs)[0]
+            for line, row in enumerate(batch.rows):
+                size = batch.lengths[line] - 1
+                ids = batch.input_ids[line, : size + 1].tolist()
+                advantages = batch.advantages[line, :size].tolist()
+                factors = table[line, :size].tolist()
+                self.data[row] = Datum(ids[:-1], ids[1:], factors, None, advantages)
+        stats = super().update(batches, loss_fn, temperature, place)
+        self.rate = stats.learning_rate
+        return stats
+
+
+def check_recipe(folder: Path, lora_rank: int | None, tolerance: float) -> None:
+    """A step of `arithmetic.yaml`, given as data, ends in the loop's weights."""
+    recipe = ROOT / "scripts/recipes/arithmetic.yaml"
+    with make(folder, recipe=str(recipe), lora_rank=lora_rank) as training:
+        config = training.config
+        policy = Recorded(config.model, config.policy, torch.device("cpu"), lora=config.lora)
+        answers, groups = as_step(random_answers())
+        metrics = Learner(config, policy, None, 0).learn(answers, groups, 1)
+        assert metrics["updates"] == 1
+        data = everyone(policy.data)
+        assert len(data) == 16
+        figures = training.forward_backward(data, "reinforce")
+        training.optim_step(policy.rate)
+        assert figures["tokens"] == metrics["train_tokens"]
+        expected = {name: whole(p.detach()) for name, p in policy.named_parameters()}
+        assert_equal(weights_of(training), expected, tolerance)
+
+
+def everyone(data: dict[int, Datum]) -> list[Datum]:
+    """Return all ranks' data, in order. Collective."""
+    from dataclasses import astuple
+
+    from sharding.ranks import exchange
+
+    joined: dict[int, Datum] = {}
+    for part in exchange([[row, *astuple(datum)] for row, datum in data.items()]):
+        joined |= {row: Datum(*fields) for row, *fields in part}
+    return [datum for _, datum in sorted(joined.items())]
