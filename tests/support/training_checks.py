@@ -1,18 +1,25 @@
 """Data for `hotbunk.Training`, and checks of it that one rank and two run alike."""
 
 import random
+import time
+from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from generation.trajectory import Trajectory
-from hotbunk import Datum, Training
+from hotbunk import Datum, Training, UserError
+from sharding.ranks import RemoteError, exchange, rank
 from sharding.send.source import gathered as whole
 from tests.conftest import ROOT
+from tests.support.launch import leave
 from tests.support.learning_steps import as_step
+from tests.support.rank_checks import Checks
 from trainer.algorithms.aggregation import weights
 from trainer.learning.learner import Learner
 from trainer.learning.policy_loss import PolicyLoss, correction
@@ -28,7 +35,7 @@ EXACT: dict[str, dict[str, Any]] = {
 
 def make(folder: Path, **settings: Any) -> Training:
     """Return a training in float32, in micro-batches of 64 tokens."""
-    return Training(folder, **EXACT, **settings)
+    return Training(folder, **(EXACT | settings))
 
 
 def random_data(count: int, seed: int = 0, shifted: bool = True) -> list[Datum]:
@@ -118,10 +125,17 @@ class Recorded(FsdpPolicy):
         return stats
 
 
-def check_recipe(folder: Path, lora_rank: int | None, tolerance: float) -> None:
-    """A step of `arithmetic.yaml`, given as data, ends in the loop's weights."""
+def check_recipe(
+    folder: Path, lora_rank: int | None, tolerance: float = 0.0, shared: bool = False
+) -> None:
+    """A step of `arithmetic.yaml`, given as data, ends in the loop's weights.
+
+    Where common beginnings are `shared`, the loop may deal sequences to ranks in another way, so that micro-batches
+    differ.
+    """
     recipe = ROOT / "scripts/recipes/arithmetic.yaml"
-    with make(folder, recipe=str(recipe), lora_rank=lora_rank) as training:
+    batch = EXACT["batch"] | {"share_prefixes": shared}
+    with make(folder, recipe=str(recipe), lora_rank=lora_rank, batch=batch) as training:
         config = training.config
         policy = Recorded(config.model, config.policy, torch.device("cpu"), lora=config.lora)
         answers, groups = as_step(random_answers())
@@ -138,11 +152,90 @@ def check_recipe(folder: Path, lora_rank: int | None, tolerance: float) -> None:
 
 def everyone(data: dict[int, Datum]) -> list[Datum]:
     """Return all ranks' data, in order. Collective."""
-    from dataclasses import astuple
-
-    from sharding.ranks import exchange
-
     joined: dict[int, Datum] = {}
     for part in exchange([[row, *astuple(datum)] for row, datum in data.items()]):
         joined |= {row: Datum(*fields) for row, *fields in part}
     return [datum for _, datum in sorted(joined.items())]
+
+
+def three_steps(folder: Path) -> dict[str, Tensor]:
+    """Return the weights after three steps with losses by name and a function."""
+    data = random_data(24)
+    with make(folder) as training:
+        for part, loss in ((data[:8], "ppo"), (data[8:16], squared), (data[16:], "cross_entropy")):
+            training.forward_backward(part, loss)
+            training.optim_step(1e-3)
+        return weights_of(training)
+
+
+def squared(data: Sequence[Datum], logprobs: list[Tensor]) -> Tensor:
+    """A loss that joins all data, so that no share of them has its gradient."""
+    return torch.cat(logprobs).mean().square()
+
+
+def check_as_one_rank(folder: Path) -> None:
+    expected = torch.load(folder / "one_rank.pt")
+    assert_equal(three_steps(folder / "model"), expected, 1e-6)
+
+
+def check_differences(folder: Path) -> None:
+    """Ranks that differ are told how, all of them, and go on."""
+    data = random_data(4)
+    other = random_data(4, seed=rank())
+    with make(folder / "model") as training:
+        differ = "ranks differ in call 1: rank 0 logprobs, rank 1 optim_step; make the same calls"
+        with pytest.raises(UserError, match=differ):
+            if rank():
+                training.optim_step(1e-3)
+            else:
+                training.logprobs(data)
+        for call in (training.logprobs, training.forward_backward):
+            with pytest.raises(UserError, match="ranks 0 and 1 have different data in call"):
+                call(other)
+        with pytest.raises(UserError, match="ranks 0 and 1 have different data in call 4, optim_step"):
+            training.optim_step(1e-3 * (1 + rank()))
+
+        def failing(given: Sequence[Datum], logprobs: list[Tensor]) -> Tensor:
+            return squared(given, logprobs) / (1 - rank())
+
+        with pytest.raises(UserError, match="the loss failing, or its gradient, is not finite"):
+            training.forward_backward(data, failing)
+        bad = [Datum([5], [6, 7])] if rank() else data
+        with pytest.raises(UserError, match="datum 0: targets has 2 entries, but inputs has 1"):
+            training.forward_backward(bad)
+        training.forward_backward(data)
+        assert training.optim_step(1e-3)["version"] == 1
+
+
+def check_saving(folder: Path) -> None:
+    """A save of one rank is loaded on two, and the other way round."""
+    with make(folder / "model") as training:
+        training.load(folder / "saved")
+        assert_equal(weights_of(training), torch.load(folder / "saved.pt"))
+        training.save(folder / "by_two")
+
+
+def checks_of(folder: Path) -> Checks:
+    model = folder / "model"
+    return {
+        "recipe": lambda: check_recipe(model, None),
+        "recipe with common beginnings": lambda: check_recipe(model, None, 1e-6, shared=True),
+        "recipe with adapters": lambda: check_recipe(model, 4),
+        "as one rank": lambda: check_as_one_rank(folder),
+        "differences": lambda: check_differences(folder),
+        "saving": lambda: check_saving(folder),
+    }
+
+
+def wait_in_vain(folder: str) -> None:
+    """Rank 1 makes no call, and rank 0 learns it after the deadline."""
+    settings = EXACT | {"run": {"device": "cpu", "step_deadline_s": 5}}
+    training = Training(folder, **settings)
+    if rank() == 0:
+        late = r"lost contact with another rank, which did not come within 5 s in call 1, logprobs"
+        with pytest.raises(RemoteError, match=late):
+            training.logprobs(random_data(1))
+        Path(folder, "told").touch()
+    while not Path(folder, "told").exists():
+        time.sleep(0.1)
+    leave()

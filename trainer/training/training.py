@@ -32,7 +32,7 @@ from trainer.policy.lora import save_adapter
 from trainer.policy.optimizer import MetricSums, TrainingDiverged
 from trainer.run import checkpoint
 from trainer.training.calls import Calls
-from trainer.training.data import Datum, CheckedDatum, checked, every_position, micro_batches
+from trainer.training.data import CheckedDatum, Datum, checked, every_position, micro_batches
 from trainer.training.losses import LossFunction, NamedLoss, slopes_of
 from trainer.training.settings import settings_of
 

@@ -40,11 +40,11 @@ def training(shared: Training) -> Iterator[Training]:
     assert shared.version == 0
 
 
-@pytest.mark.parametrize("lora_rank", [None, 4])
+@pytest.mark.parametrize(("lora_rank", "shared"), [(None, False), (None, True), (4, True)])
 def test_a_step_of_a_recipe_given_as_data_ends_in_the_loops_weights(
-    tiny_qwen3: Path, lora_rank: int | None
+    tiny_qwen3: Path, lora_rank: int | None, shared: bool
 ) -> None:
-    checks.check_recipe(tiny_qwen3, lora_rank, tolerance=0.0)
+    checks.check_recipe(tiny_qwen3, lora_rank, shared=shared)
 
 
 def test_logprobs_of_targets_that_are_not_the_inputs_equal_full_logits(
