@@ -11,7 +11,7 @@ the output head is applied to targets only, as in this trainer.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from generation.engine.settings import head_widths
 from sharding.send.source import whole_shape
+from trainer.config.model_file import RECURRENT_LAYERS
 from trainer.errors import UserError
 
 
@@ -77,6 +78,31 @@ def hidden_matrices(model: PreTrainedModel) -> set[str]:
     return {f"{name}.weight" for name, module in model.named_modules() if module in layers}
 
 
+def recurrent_mixers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules of the decoder layers that hand a state from token to token.
+
+    They are those with a causal convolution of their own, as all of them have in Transformers 5.
+    """
+    mixers = []
+    for layer in getattr(decoder(model), "layers", ()):
+        for module in layer.modules():
+            if any(isinstance(child, nn.Conv1d) for child in module.children()):
+                mixers.append(module)
+    return mixers
+
+
+class PassSize(NamedTuple):
+    """The size of a pass, from which `ModelFlops` counts its operations."""
+
+    tokens: float  # tokens of the model's input
+    targets: float
+    pairs: float  # query-key pairs (`attended`)
+    patches: float = 0  # image patches
+    # Tokens that recurrent mixers compute besides those of the input: a common beginning again for
+    # each path that has it (`trainer.policy.recurrent`)
+    repeated: float = 0
+
+
 @dataclass(frozen=True)
 class ModelFlops:
     """The sizes of a model's matrices, from which the operations of its passes follow."""
@@ -87,36 +113,43 @@ class ModelFlops:
     trunk_learned: int  # the elements among them that are trained
     head: int  # elements of the output head, which is applied to each target
     head_learned: int  # as `head`, or 0 if the head is frozen
-    attention: int  # layers * heads * head size, where head size is the mean of a key's and a value's
+    # Attention layers * heads * head size, where head size is the mean of a key's and a value's
+    attention: int
     # Elements of the matrices that an image patch is multiplied by; its attention is not counted
     vision: int = 0
     vision_learned: int = 0  # the elements among them that are trained
     # The encoder's activations for one token of an image, as a number of text tokens whose
     # activations are as large
     image_token: float = 0.0
+    recurrent: int = 0  # elements of `trunk` in recurrent mixers
+    recurrent_learned: int = 0  # the elements among them that are trained
 
-    def forward(self, tokens: float, targets: float, pairs: float, patches: float = 0) -> float:
-        """Return the operations of a forward pass over tokens, targets, pair (see `attended`) and
-        image patches.
+    @property
+    def recurrent_share(self) -> float:
+        """The share of a token's operations in the trunk, attention aside, that recurrent mixers
+        have.
         """
-        vision = 2.0 * self.vision * patches
-        return 2.0 * (self.trunk * tokens + self.head * targets) + 4.0 * self.attention * pairs + vision
+        return self.recurrent / max(1, self.trunk)
 
-    def backward(self, tokens: float, targets: float, pairs: float, patches: float = 0) -> float:
+    def forward(
+        self, tokens: float, targets: float, pairs: float, patches: float = 0, repeated: float = 0
+    ) -> float:
+        """Return the operations of a forward pass; the arguments are those of `PassSize`."""
+        products = self.trunk * tokens + self.recurrent * repeated + self.head * targets
+        return 2.0 * (products + self.vision * patches) + 4.0 * self.attention * pairs
+
+    def backward(
+        self, tokens: float, targets: float, pairs: float, patches: float = 0, repeated: float = 0
+    ) -> float:
         """Return the operations of the backward pass: gradients of all inputs and of the trained
         matrices.
         """
-        learned = 2.0 * (
-            self.trunk_learned * tokens + self.head_learned * targets + self.vision_learned * patches
-        )
+        learned = self.trunk_learned * tokens + self.recurrent_learned * repeated
+        learned += self.head_learned * targets + self.vision_learned * patches
         # A frozen encoder needs no gradients
-        vision = 2.0 * self.vision * patches if self.vision_learned else 0.0
-        return (
-            learned
-            + 2.0 * (self.trunk * tokens + self.head * targets)
-            + 8.0 * self.attention * pairs
-            + vision
-        )
+        seen = patches if self.vision_learned else 0
+        inputs = self.forward(tokens, targets, 2 * pairs, seen, repeated)
+        return 2.0 * learned + inputs
 
     def tokens_worth(self, length: int) -> int:
         """Return a sequence's operations in the trunk, attention included, in units of a token's
@@ -150,7 +183,9 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     for part in vision_modules(model).values():
         of_images += [weight for weight in part.parameters() if len(whole_shape(weight)) > 1]
     outside = ends | set(map(id, of_images))
-    trunk = learned = 0
+    mixers = [weight for mixer in recurrent_mixers(model) for weight in mixer.parameters()]
+    recurrent = set(map(id, mixers))
+    trunk = learned = repeated = repeated_learned = 0
     for name, parameter in model.named_parameters():
         if id(parameter) not in outside and len(shape := whole_shape(parameter)) > 1:
             # A token is sent to some of them
@@ -159,19 +194,26 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
             used = int(shape.numel() * share)
             trunk = trunk + used
             learned = learned + used * parameter.requires_grad
+            if id(parameter) in recurrent:
+                repeated = repeated + used
+                repeated_learned = repeated_learned + used * parameter.requires_grad
     size = 0 if head is None else whole_shape(head.weight).numel()
     # Some model families call these two differently in config.json.
     sizes = config.to_dict() | {
         name: getattr(config, name) for name in ("hidden_size", "num_attention_heads")
     }
+    kinds = getattr(config, "layer_types", None) or ()
+    attending = config.num_hidden_layers - sum(kind in RECURRENT_LAYERS for kind in kinds)
     return ModelFlops(
         trunk=trunk,
         trunk_learned=learned,
         head=size,
         head_learned=size if size and head.weight.requires_grad else 0,
-        attention=config.num_hidden_layers * config.num_attention_heads * sum(head_widths(sizes)) // 2,
+        attention=attending * config.num_attention_heads * sum(head_widths(sizes)) // 2,
         vision=sum(whole_shape(p).numel() for p in of_images),
         vision_learned=sum(whole_shape(p).numel() for p in of_images if p.requires_grad),
+        recurrent=repeated,
+        recurrent_learned=repeated_learned,
     )
 
 
@@ -183,20 +225,16 @@ class Work:
     tokens: int = field(default=0, init=False)  # tokens of training passes, prompts included
     flops: float = field(default=0.0, init=False)  # operations of training and of scoring passes
 
-    def count(
-        self, tokens: int, targets: int, pairs: float, patches: int = 0, logical: int | None = None
-    ) -> None:
-        """Count a forward pass, and a backward pass if gradients are on; arguments as of
-        `ModelFlops.forward`.
+    def count(self, size: PassSize, logical: int) -> None:
+        """Count a forward pass, and a backward pass if gradients are on.
 
-        `logical` is the number of the sequences' tokens, if some are computed once for several
-        sequences.
+        `logical` is the number of the sequences' tokens, of which some may be computed once for
+        several sequences.
         """
-        amount = (tokens, targets, pairs, patches)
-        self.flops += self.of.forward(*amount)
+        self.flops += self.of.forward(*size)
         if torch.is_grad_enabled():
-            self.flops += self.of.backward(*amount)
-            self.tokens += tokens if logical is None else logical
+            self.flops += self.of.backward(*size)
+            self.tokens += logical
 
 
 def freeze(model: PreTrainedModel, patterns: list[str]) -> None:

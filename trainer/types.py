@@ -89,7 +89,7 @@ class PrefixNode(NamedTuple):
 
 
 Trie = tuple[list[PrefixNode], list[int]]
-"""The nodes of a trie, parents before children, and the number of each sequence's last node; -1: it
+"""The nodes of a trie, in depth-first order, and the number of each sequence's last node; -1: it
 has none.
 """
 

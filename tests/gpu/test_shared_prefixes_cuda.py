@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainer.policy import attention
 from trainer.policy.module import _SharedStates
 from trainer.policy.packing import make_prefix_tree
+from trainer.policy.paths import Paths
 from trainer.types import PrefixNode, PrefixTree
 
 pytestmark = pytest.mark.gpu
@@ -76,7 +77,7 @@ def test_both_gathers_have_equal_bits_in_twenty_repetitions() -> None:
     first: list[Tensor] = []
     for _ in range(20):
         got = [
-            torch.autograd.grad(attention.Paths.apply(rows, tree.ranges), rows, paths)[0],
+            torch.autograd.grad(Paths.apply(rows, tree.ranges), rows, paths)[0],
             torch.autograd.grad(_SharedStates.apply(rows, 0, states), rows, picked)[0],
         ]
         first = first or got

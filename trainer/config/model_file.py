@@ -30,17 +30,12 @@ SHARED_LAYERS = ("full_attention", "sliding_attention", "attention", "mlp", "moe
 (`trainer.policy.attention`).
 """
 
-PACKABLE_LAYERS = (*SHARED_LAYERS, "linear_attention", "mamba", "mamba2", "conv", "hybrid")
-"""Values of a model's `layer_types` for which sequences can be kept apart in a pack
-(`trainer.policy.recurrent`).
-"""
+RECURRENT_LAYERS = ("linear_attention", "mamba", "mamba2", "conv")
+"""Values of a model's `layer_types` for layers with a recurrent mixer in place of attention."""
 
-BRANCHING_LAYERS = ("full_attention", "sliding_attention", "attention", "mlp", "moe", "dense", "sparse")
-"""Values of a model's `layer_types` for which sequences can share the computation of a common
-beginning.
-
-A recurrence is not among them: its state at a branch would have to be handed to each of the
-branches.
+PACKABLE_LAYERS = (*SHARED_LAYERS, *RECURRENT_LAYERS, "hybrid")
+"""Values of a model's `layer_types` for which sequences can be kept apart in a pack, and
+share the computation of a common beginning (`trainer.policy.recurrent`).
 """
 
 REPROCESSED = {"cuda": (".experts.", ".kv_b_proj."), "cpu": (".kv_b_proj.",)}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from trainer.config.model_file import BRANCHING_LAYERS
+from trainer.config.model_file import PACKABLE_LAYERS
 from trainer.config.schema import TrainConfig
 from trainer.errors import quoted
 
@@ -52,8 +52,8 @@ def _obstacles(config: TrainConfig, models: Models) -> Iterator[str]:
     if config.data.max_images and config.model.routes == "engine":
         yield "images may have other routes from answer to answer (data.max_images, model.routes)"
     for name, model in models:
-        if unfit := sorted(set(model.get("layer_types") or ()) - set(BRANCHING_LAYERS)):
-            yield f"{name} has layers ({', '.join(unfit)}) whose state at a branch no branch would get"
+        if unfit := sorted(set(model.get("layer_types") or ()) - set(PACKABLE_LAYERS)):
+            yield f"{name} has layers ({', '.join(unfit)}) of which it is not known what they hand on"
         dropout = [key for key in model if key.endswith(("dropout", "_pdrop"))]
         dropped = [key for key in dropout if model[key]]
         if dropped:

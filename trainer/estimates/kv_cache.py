@@ -5,12 +5,11 @@ import math
 import torch
 
 from generation.engine.settings import kv_elements
+from trainer.config.model_file import RECURRENT_LAYERS
 from trainer.config.schema import TrainConfig
 from trainer.estimates.model_sizes import (
     ModelSizes,
 )
-
-_RECURRENT = ("linear_attention", "mamba", "mamba2", "conv")  # of a model's `layer_types`
 
 
 def engine_dtype(config: TrainConfig) -> torch.dtype:
@@ -30,7 +29,7 @@ def kv_answer_bytes(config: TrainConfig, model: ModelSizes, tokens: float) -> fl
     kinds = sizes.get("layer_types") or ["full_attention"] * model.layers
     held = {
         "sliding_attention": min(tokens, sizes.get("sliding_window") or tokens),
-        **dict.fromkeys(_RECURRENT, 0),
+        **dict.fromkeys(RECURRENT_LAYERS, 0),
     }
     size = kv_token_bytes(config, model) / model.layers * sum(held.get(kind, tokens) for kind in kinds)
     states = kinds.count("linear_attention")

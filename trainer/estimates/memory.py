@@ -504,12 +504,15 @@ def activation_bytes(
     largest = max(config.batch.tokens_per_micro_batch, row)
     prompts = math.ceil(computed_prompts(config, share, config.data.max_prompt_tokens))
     every = share * row - (share - prompts) * (row - config.sampling.max_tokens)
-    tokens = min(largest, every) / ways
+    copies = share * row / every - 1  # tokens of whole sequences, for each that is computed, besides it
+    # What mixers of a hybrid compute again counts in the budget
+    again_in_mixers = model.flops.recurrent_share * copies
+    tokens = min(largest / (1 + again_in_mixers), every) / ways
     w = compute_width(policy)
     hidden = model.config["hidden_size"]
-    layer = layer_bytes(policy, model)
+    layer = layer_bytes(policy, model) * (1 + again_in_mixers)
     # Attention copies the keys and values that answers have in common for each of them.
-    layer += w * attention_elements(policy, model)[1] * (share * row / every - 1)
+    layer += w * attention_elements(policy, model)[1] * copies
     again = recomputed_layers(policy, model)
     away = policy.offload_activations and resolve_device(config) == "cuda"
     inputs_kept = 0 if away else again

@@ -26,7 +26,7 @@ from trainer.estimates.model_sizes import (
     shards_of,
     units_of,
 )
-from trainer.model_structure import attended
+from trainer.model_structure import PassSize, attended
 from trainer.policy.logprobs import cuda_block_elements
 
 MATMUL = 0.68
@@ -258,17 +258,20 @@ def _update(
     policy = config.policy
     algorithm = config.algorithm
     shards = shards_of(config.policy, ranks)
-    tokens, targets, pairs = update_amount(config, ranks, lengths)
+    size = update_amount(config, ranks, lengths)
+    tokens, targets, *_ = size
+    # Tokens that mixers of a hybrid repeat count for the mixers' share of the products
+    counted_tokens = tokens + model.flops.recurrent_share * size.repeated
     passes = algorithm.num_iterations
     compute = MATMUL * gpu.flops
     memory = MEMORY * gpu.memory_rate
     share = recomputed_layers(policy, model) / model.layers
-    trunk = model.flops.forward(tokens, 0, pairs)
+    trunk = model.flops.forward(*size._replace(targets=0))
     again = share * trunk + model.flops.forward(0, targets, 0)  # logits are recomputed, too
     products = (step_flops(config, model, ranks, lengths) + passes * again) / compute
     counted = model.kernels.forward.times(1 + share) + model.kernels.backward
     logits = model.config["vocab_size"] * targets
-    elementwise = passes * (counted.token_bytes * tokens + _LOGIT_BYTES * logits) / memory
+    elementwise = passes * (counted.token_bytes * counted_tokens + _LOGIT_BYTES * logits) / memory
     yield Cost(
         "update: products",
         products,
@@ -276,7 +279,7 @@ def _update(
     )
     yield Cost("update: elementwise", elementwise, remark="norms, activations, logits: memory traffic")
     updates = config.batch.updates_per_step
-    shared = tokens * policy.sequence_parallel
+    shared = counted_tokens * policy.sequence_parallel
     micro_batches = passes * updates * math.ceil(shared / updates / config.batch.tokens_per_micro_batch)
     blocks = passes * logits / cuda_block_elements(int(gpu.memory_gib * GIB))
     kernels = micro_batches * counted.kernels + blocks * _BLOCK_KERNELS
@@ -321,7 +324,7 @@ def _update(
     if scores:
         yield Cost(
             "scores",
-            scores * model.flops.forward(tokens, targets, pairs) / compute,
+            scores * model.flops.forward(*size) / compute,
             remark="forward alone",
         )
 
@@ -464,12 +467,12 @@ def _ring(size: float, ranks: int, gpu: Gpu, calls: int) -> float:
     return size * (ranks - 1) / ranks / (LINKS * rate) + calls * HOP * (ranks - 1)
 
 
-def update_amount(config: TrainConfig, ranks: int, lengths: Lengths) -> tuple[float, float, float]:
-    """Return the average tokens, targets and attended pairs of a step on each rank."""
+def update_amount(config: TrainConfig, ranks: int, lengths: Lengths) -> PassSize:
+    """Return the average size of a step's updates on each rank, without images."""
     answers = config.batch.prompts_per_step * config.algorithm.group_size / ranks
     prompts = computed_prompts(config, answers, lengths.prompt)
     targets = answers * lengths.answer
-    pairs = answers * attended([lengths.prompt + lengths.answer]) - (answers - prompts) * attended(
-        [lengths.prompt]
-    )
-    return prompts * lengths.prompt + targets, targets, pairs
+    again = answers - prompts
+    pairs = answers * attended([lengths.prompt + lengths.answer]) - again * attended([lengths.prompt])
+    tokens = prompts * lengths.prompt + targets
+    return PassSize(tokens, targets, pairs, repeated=again * lengths.prompt)

@@ -189,8 +189,9 @@ class Batcher:
         besides itself (`ModelFlops`). It is multiplied by `ways`, since each rank has all images of
         a micro-batch that it shares. shared_min: fewest tokens that sequences must have in common
         for these to be computed, and count, once in a packed micro-batch (`batch.share_prefixes`);
-        None: every sequence is whole. routes: the format of the engine's routes; None: samples have
-        no routes of the engine's.
+        None: every sequence is whole. repeated: number of tokens of the budget that a token counts
+        each time that a hybrid's mixers compute it again (`ModelFlops.recurrent_share`). routes:
+        the format of the engine's routes; None: samples have no routes of the engine's.
     """
 
     token_budget: int
@@ -201,6 +202,7 @@ class Batcher:
     worth: Callable[[int], int] = lambda length: length
     image_token: float = 0.0
     shared_min: int | None = None
+    repeated: float = 0.0
     routes: RouteFormat | None = None
 
     @classmethod
@@ -218,6 +220,7 @@ class Batcher:
             worth=sizes.tokens_worth,
             image_token=sizes.image_token,
             shared_min=config.batch.shared_min,
+            repeated=sizes.recurrent_share,
             routes=engine_routes(config, policy),
         )
 
@@ -225,7 +228,9 @@ class Batcher:
         """Return the positions of the answers that each rank trains on, ascending (`deal`).
         Collective.
         """
-        prefixes = None if self.shared_min is None else Prefixes.of_answers(answers, self.shared_min)
+        prefixes = None
+        if self.shared_min is not None:
+            prefixes = Prefixes.of_answers(answers, self.shared_min, self.repeated)
         return deal([answer.length for answer in answers], self.worth, self.ways, prefixes)
 
     def deal_samples(self, samples: Sequence[Sample]) -> list[list[int]]:
@@ -234,9 +239,8 @@ class Batcher:
         """
         prefixes = None
         if self.shared_min is not None:
-            prefixes = Prefixes.of(
-                [token_bytes(sample.input_ids) for sample in samples], self.shared_min
-            )
+            tokens = [token_bytes(sample.input_ids) for sample in samples]
+            prefixes = Prefixes.of(tokens, self.shared_min, self.repeated)
         return deal([len(sample.input_ids) for sample in samples], self.worth, self.ways, prefixes)
 
     def micro_batches(self, samples: Sequence[Sample], count: int | None = None) -> list[MicroBatch]:
@@ -253,7 +257,8 @@ class Batcher:
         table = TABLE
         if self.shared_min is not None and self.packing:
             images = any(sample.images for sample in samples)
-            prefixes = Prefixes.of([_token_bytes(sample, images) for sample in samples], self.shared_min)
+            inputs = [_token_bytes(sample, images) for sample in samples]
+            prefixes = Prefixes.of(inputs, self.shared_min, self.repeated)
             table = SHARED_TABLE
             units = self._shared_units(prefixes, samples)
         if self.packing:

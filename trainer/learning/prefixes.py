@@ -38,9 +38,11 @@ class Prefixes:
     common: list[int]
     lengths: list[int]  # for each sequence, the number of its tokens
     least: int  # the fewest tokens that are worth a node of their own (`batch.shared_tokens_min`)
+    # The cost of a token that a hybrid's mixers compute again (`ModelFlops.recurrent_share`)
+    repeated: float = 0.0
 
     @classmethod
-    def of(cls, sequences: Sequence[np.ndarray], least: int) -> "Prefixes":
+    def of(cls, sequences: Sequence[np.ndarray], least: int, repeated: float = 0.0) -> "Prefixes":
         """Return the order of sequences of tokens (`token_bytes`)."""
         order = sorted(range(len(sequences)), key=lambda row: sequences[row].tobytes())
         positions = [0] * len(order)
@@ -48,10 +50,10 @@ class Prefixes:
         for position, row in enumerate(order):
             positions[row] = position
             common[position] = _common(sequences[order[position - 1]], sequences[row]) if position else 0
-        return cls(positions, common, list(map(len, sequences)), least)
+        return cls(positions, common, list(map(len, sequences)), least, repeated)
 
     @classmethod
-    def of_answers(cls, answers: Sequence[Answer], least: int) -> "Prefixes":
+    def of_answers(cls, answers: Sequence[Answer], least: int, repeated: float = 0.0) -> "Prefixes":
         """Return the order of answers by their blocks of `least` tokens, whichever rank sampled
         which. Collective.
 
@@ -72,7 +74,7 @@ class Prefixes:
         blocks = cls.of(tables, least)
         common = [least * count for count in blocks.common]
         lengths = [answer.length - 1 for answer in answers]
-        return cls(blocks.positions, common, lengths, least)
+        return cls(blocks.positions, common, lengths, least, repeated)
 
     def sorted(self, rows: Sequence[int]) -> list[int]:
         """Return sequences in order."""
@@ -118,11 +120,16 @@ class Prefixes:
     def cost(self, rows: Sequence[int], worth: Callable[[int], int] = lambda length: length) -> int:
         """Return the tokens of a trie of sequences in order, or their work, where `worth` is that
         of a sequence.
+
+        A token that mixers compute again, for each leaf below it except one, counts `repeated`.
         """
         if not rows:
             return 0
         nodes, _ = self.trie(rows)
-        return sum(worth(node.end) - worth(node.begin) for node in nodes)
+        parents = {node.parent for node in nodes}
+        paths = sum(node.end for number, node in enumerate(nodes) if number not in parents)
+        again = paths - sum(node.end - node.begin for node in nodes)
+        return sum(worth(node.end) - worth(node.begin) for node in nodes) + round(self.repeated * again)
 
     def units(self, fits: Callable[[list[int]], bool]) -> list[list[int]]:
         """Divide all sequences into units that `fits` accepts, or of one sequence each.

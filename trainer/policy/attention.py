@@ -30,10 +30,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from sharding.ranks import rank
-from trainer.config.model_file import BRANCHING_LAYERS, PACKABLE_LAYERS, SHARED_LAYERS
+from trainer.config.model_file import PACKABLE_LAYERS, SHARED_LAYERS
 from trainer.errors import UserError
-from trainer.model_structure import has_vision
-from trainer.policy.recurrent import recurrent_mixers
+from trainer.model_structure import has_vision, recurrent_mixers
+from trainer.policy.paths import Paths
 from trainer.policy.sequence import heads_for_tokens, tokens_for_heads
 from trainer.policy.shortcuts import Shortcut, in_use
 from trainer.types import PrefixTree
@@ -172,33 +172,6 @@ def _by_lengths(
         values = v[key_begin:key_end].unflatten(0, (count, path)).transpose(1, 2)
         parts.append(causal(queries, keys, values).transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)
-
-
-class Paths(torch.autograd.Function):
-    """The rows [L, ...] of a tree's paths from those of its nodes [N, ...].
-
-    Backward adds range after range, in float32 or wider: an index with repetitions would have its
-    gradients added in another order each time on CUDA, and rounded to bfloat16 after each.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, ranges: list[list[tuple[int, int]]]) -> Tensor:
-        ctx.ranges = ranges
-        ctx.shape = rows.shape
-        return torch.cat([rows[begin:end] for path in ranges for begin, end in path])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the sums over all paths of each row's gradients."""
-        total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
-        first = 0
-        for path in ctx.ranges:
-            for begin, end in path:
-                last = first + end - begin
-                total[begin:end] += grad[first:last]
-                first = last
-        return total.to(grad.dtype), None
 
 
 def _causal(
@@ -410,9 +383,6 @@ def branching_obstacle(model: PreTrainedModel, images: bool = False) -> str | No
     config = model.config.get_text_config()
     if obstacle := packing_obstacle(model, images):
         return obstacle
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    if recurrent_mixers(model) or layer_types - set(BRANCHING_LAYERS):
-        return "has recurrent layers, whose state would have to be handed to each branch"
     if config._attn_implementation != NAME:
         return "computes its attention in its own way"
     in_layers = any(isinstance(m, nn.Dropout) and m.p for m in model.modules())

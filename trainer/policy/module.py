@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from trainer.model_structure import ModelFlops, Work, attended, has_vision, model_flops
+from trainer.model_structure import ModelFlops, PassSize, Work, attended, has_vision, model_flops
 from trainer.policy.attention import require_branches, require_packing
 from trainer.policy.head import Logits, logits_of
 from trainer.policy.logprobs import target_logprobs
@@ -69,7 +69,7 @@ class TrunkModule(nn.Module):
         if "tree" in packing and not self._branches:
             require_branches(trunk)
             self._branches = True
-        self.rows.lengths = packing.get("sequence_lengths", ())
+        self.rows.begin(packing)
         if images is None or self.vision is None:
             every = trunk(input_ids=inputs, use_cache=False, **packing).last_hidden_state
         else:
@@ -77,10 +77,12 @@ class TrunkModule(nn.Module):
         select = _SharedStates.apply if "tree" in packing else torch.index_select
         hidden: Tensor = select(every.flatten(0, 1), 0, states)
         patches = images["patches"] if images else 0
-        logical = None
+        logical = inputs.numel()
         if "tree" in packing:  # ranks that share the tokens count equal parts
             logical = packing["tree"].logical_tokens * inputs.numel() // sum(packing["sequence_lengths"])
-        self.work.count(inputs.numel(), len(hidden), _pairs(inputs, packing), patches, logical)
+        repeated = 0 if self.rows.paths is None else self.rows.paths.repeated
+        size = PassSize(inputs.numel(), len(hidden), _pairs(inputs, packing), patches, repeated)
+        self.work.count(size, logical)
         return hidden
 
 

@@ -4,7 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import GraniteMoeConfig, PretrainedConfig, Qwen2Config, Qwen3NextConfig, T5Config
+from transformers import (
+    BioGptConfig,
+    GraniteMoeConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3NextConfig,
+    T5Config,
+)
 from transformers.distributed import tensor_parallel
 
 from tests.support.recipes import make_config
@@ -54,18 +61,19 @@ HYBRID = Qwen3NextConfig(
     moe_intermediate_size=8,
     shared_expert_intermediate_size=8,
 )
+OWN = BioGptConfig(**SMALL, num_attention_heads=2)
 
 
 @pytest.mark.parametrize(
     "models",
-    [[PLAIN], [PLAIN, PLAIN], [HYBRID], [PLAIN, HYBRID]],
-    ids=["plain", "taught", "hybrid", "taught by one"],
+    [[PLAIN], [PLAIN, PLAIN], [HYBRID], [PLAIN, HYBRID], [HYBRID, OWN]],
+    ids=["plain", "taught", "hybrid", "taught by a hybrid", "taught by one with its own attention"],
 )
 def test_beginnings_are_shared_unless_a_models_class_is_in_the_way(
     tmp_path: Path, models: list[PretrainedConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Here, config.json does not say which layers are recurrent; the second model is a teacher."""
-    obstacle = "Qwen3NextForCausalLM has recurrent layers, whose state" if HYBRID in models else ""
+    obstacle = "BioGptForCausalLM has its own attention" if OWN in models else ""
     paths = [str(tmp_path / str(number)) for number in range(len(models))]
     for path, model in zip(paths, models, strict=True):
         model.save_pretrained(path)
@@ -75,12 +83,10 @@ def test_beginnings_are_shared_unless_a_models_class_is_in_the_way(
     sections = {"model": {"path": paths[0]}, "data": {"path": "unread"}}
     sections["algorithm"] = {"teacher": paths[1]} if len(models) > 1 else {}
     config = check_model(TrainConfig.model_validate(sections))
-    said, wanted = (
-        capsys.readouterr().err,
-        f"[hotbunk] prefixes are computed for each answer, since {obstacle}",
-    )
-    assert config.batch.share_prefixes == (not obstacle) and said.count("\n") == bool(obstacle)
-    assert said.startswith(wanted if obstacle else "")
+    printed = capsys.readouterr().err
+    wanted = f"[hotbunk] prefixes are computed for each answer, since {obstacle}"
+    assert config.batch.share_prefixes == (not obstacle) and printed.count("\n") == bool(obstacle)
+    assert printed.startswith(wanted if obstacle else "")
     asked = TrainConfig.model_validate(sections | {"batch": {"share_prefixes": True}})
     if not obstacle:
         assert check_model(asked) == asked

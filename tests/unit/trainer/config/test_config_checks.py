@@ -48,13 +48,8 @@ def problems(
         ),
         (
             {},
-            {"layer_types": ["full_attention", "mamba"]},
-            r"model.path has layers \(mamba\) whose state at a branch",
-        ),
-        (
-            {},
-            {"layer_types": ["linear_attention"]},
-            r"model.path has layers \(linear_attention\) whose state",
+            {"layer_types": ["full_attention", "mamba", "indexed_attention"]},
+            r"model.path has layers \(indexed_attention\) of which it is not known what they hand on",
         ),
         ({}, {"attention_dropout": 0.1}, "model.path has attention_dropout, which would drop the same"),
         ({}, {"resid_pdrop": 0.1}, "model.path has resid_pdrop, which would drop the same"),

@@ -19,7 +19,7 @@ from tests.unit.trainer.policy.test_shared_prefixes import KINDS, VOCABULARY
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.learning import Learner, proof
-from trainer.policy import attention, logprobs, module
+from trainer.policy import attention, logprobs, module, paths
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.shortcuts import Shortcut, in_use, leave_out
 from trainer.run.keeper import RunState
@@ -131,8 +131,8 @@ def with_kernel(monkeypatch: pytest.MonkeyPatch, fault: float = 0.0) -> None:
 
 def fault_in_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The keys of each path are one token late, as with a wrong start of a sequence."""
-    gather = attention.Paths.apply
-    monkeypatch.setattr(attention.Paths, "apply", lambda rows, ranges: gather(rows, ranges).roll(1, 0))
+    gather = paths.Paths.apply
+    monkeypatch.setattr(paths.Paths, "apply", lambda rows, ranges: gather(rows, ranges).roll(1, 0))
 
 
 def fault_in_head(monkeypatch: pytest.MonkeyPatch) -> None:

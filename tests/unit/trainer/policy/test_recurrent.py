@@ -1,22 +1,25 @@
-"""Hybrids in packs: no sequence sees another, and each is computed as if it were alone."""
+"""Hybrids in packs and in tries: no sequence sees another, and each is computed as if it were alone."""
 
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from tests.support.families import make_family
+from tests.support.row_advantages import advantage
+from tests.support.shared_answers import CASES, LEAST, group
 from trainer.config.schema import ModelConfig
-from trainer.errors import UserError
 from trainer.learning.batching import micro_batches
-from trainer.policy.attention import require_branches
+from trainer.model_structure import recurrent_mixers
 from trainer.policy.hf_format import build_meta_model, checkpoint_activations, load_sharded
 from trainer.policy.module import PolicyModule, outputs
-from trainer.policy.recurrent import recurrent_mixers
 from trainer.types import MicroBatch, Sample
 
 HYBRIDS = [
@@ -30,18 +33,19 @@ HYBRIDS = [
     "olmo_hybrid",
     "kimi_linear",
 ]
+IN_TREES = [*HYBRIDS, "granite4_moe", "lfm2_moe", "mamba2", "qwen3_5_moe", "zamba2"]
+SAMPLES = [*CASES["five levels"], *CASES["two prompts"]]
+SHARED: dict[str, Any] = {"packing": True, "shared_min": LEAST}
 LENGTHS = [70, 20, 17, 9]  # in the order of a pack; two of them share a call
 TEMPERATURE = 1.0
 
 
 @lru_cache(maxsize=2)
-def policy(family: str) -> PolicyModule:
+def policy(family: str, dtype: torch.dtype = torch.float32) -> PolicyModule:
     """Build a family's policy as a run does."""
     with TemporaryDirectory() as folder:
         make_family(family, Path(folder))
-        model = build_meta_model(
-            Path(folder), ModelConfig(path=folder), torch.float32, torch.device("cpu")
-        )
+        model = build_meta_model(Path(folder), ModelConfig(path=folder), dtype, torch.device("cpu"))
         load_sharded(model, Path(folder), torch.device("cpu"))
     return PolicyModule(model)
 
@@ -87,7 +91,7 @@ def test_each_sequence_of_a_pack_is_computed_as_if_it_were_alone(family: str) ->
         return torch.autograd.grad(loss, parameters, allow_unused=True)
 
     by_pack = gradients(packed)
-    module.rows.lengths = ()
+    module.rows.paths = None
     expected = [alone(module.model, sample) for sample in samples]
     by_sample = gradients(expected)
     for row, other in zip(packed, expected, strict=True):
@@ -111,9 +115,9 @@ def test_no_sequence_of_a_pack_sees_another(family: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
         start = module.rows
         try:
-            # Nothing reads its lengths, so mixers get the pack as it is
-            module.rows = type(start).__new__(type(start))
-            start.lengths = ()
+            # Mixers get the pack as it is
+            start.paths = None
+            module.rows = SimpleNamespace(begin=lambda packing: None, paths=None)  # type: ignore[assignment]
             one, other = (logprobs_by_sample(module, batch)[1:] for batch in batches)
         except ValueError as error:
             if "can't keep packed sequences apart" not in str(error):
@@ -156,10 +160,171 @@ def test_layers_computed_again_in_backward_know_the_lengths_of_their_pack(family
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2"])
-def test_hybrids_do_not_share_beginnings(family: str) -> None:
-    """A state at a branch would reach one of the branches at most."""
-    with pytest.raises(
-        UserError, match="share_prefixes is true, but .* has recurrent layers, whose state"
-    ):
-        require_branches(policy(family).model)
+def computed(module: PolicyModule, samples: list[Sample], **layout: Any) -> dict[str, Tensor]:
+    """Return each sample's outputs, by its number, and the gradients of a loss that is linear in them."""
+    module.zero_grad()
+    module.train()
+    results: dict[str, Tensor] = {}
+    for batch in micro_batches(samples, 10**6, 0, "cpu", 1, **layout):
+        out = outputs(module, batch, TEMPERATURE)
+        factors = torch.tensor([[advantage(samples[row].input_ids)] for row in batch.rows])
+        (factors * out.logprobs + 0.1 * out.entropy).sum().backward()
+        for row, logprobs, entropy in zip(batch.rows, out.logprobs, out.entropy, strict=True):
+            size = len(samples[row].input_ids) - 1
+            results[f"output {row}"] = torch.stack([logprobs[:size], entropy[:size]]).detach()
+    module.eval()
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            results[name] = parameter.grad.clone()
+    return results
+
+
+def assert_close(results: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
+    """Each output and gradient differs by at most `limit` of its norm."""
+    assert results.keys() == expected.keys()
+    for name, value in expected.items():
+        assert float((results[name] - value).norm()) <= limit * float(value.norm()), name
+
+
+class Wide(TorchFunctionMode):
+    """Replaces float32 by float64, in which Transformers' recurrences would otherwise not be computed."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wide = {torch.float32: torch.float64}
+        args = [wide.get(arg, arg) if isinstance(arg, torch.dtype) else arg for arg in args]
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
+
+
+@pytest.mark.parametrize("family", IN_TREES)
+def test_trees_have_the_values_and_gradients_of_separate_rows(family: str) -> None:
+    """As they are and with all layers computed again."""
+    module = policy(family)
+    expected = computed(module, SAMPLES, packing=False)
+    assert_close(computed(module, SAMPLES, **SHARED), expected, 1e-5)
+    checkpoint_activations(module.model, "full")
+    try:
+        again = computed(module, SAMPLES, **SHARED)
+    finally:
+        module.model.gradient_checkpointing_disable()
+    assert_close(again, expected, 1e-5)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_in_float64_trees_differ_from_separate_rows_by_rounding_alone(family: str) -> None:
+    module = policy(family, torch.float64)
+    module.model.set_experts_implementation("eager")  # the other one has no float64
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Wide():
+            expected = computed(module, SAMPLES, packing=False)
+            shared = computed(module, SAMPLES, **SHARED)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    # OLMo's A_log keeps a float32 gradient
+    assert_close(shared, expected, 1e-8 if family == "olmo_hybrid" else 1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_of_common_beginnings_has_the_values_of_separate_rows(case: str) -> None:
+    for family in ("qwen3_5", "falcon_h1"):
+        expected = computed(policy(family), CASES[case], packing=False)
+        shared = computed(policy(family), CASES[case], **SHARED)
+        assert_close(shared, expected, 1e-5)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_no_branch_sees_another_even_if_states_hardly_decay(family: str) -> None:
+    """Each answer's gradient with respect to tokens of others is exactly 0, and with them replaced its figures are the
+    same bits.
+    """
+    module = policy(family)
+    samples = CASES["one level"]
+    decays = [p for name, p in module.named_parameters() if name.endswith("A_log")]
+    kept = [parameter.detach().clone() for parameter in decays]
+    embedded: list[Tensor] = []
+    hook = module.model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: embedded.append(output)
+    )
+    try:
+        for parameter in decays:
+            torch.nn.init.constant_(parameter, -3.0)
+        (batch,) = micro_batches(samples, 10**6, 0, "cpu", 1, **SHARED)
+        logprobs = outputs(module, batch, TEMPERATURE).logprobs
+        pack = batch.layout.pack
+        assert pack is not None and pack.tree is not None
+        for row, last in enumerate(pack.tree.trie[1]):
+            (gradient,) = torch.autograd.grad(logprobs[row].sum(), embedded, retain_graph=True)
+            on_path = torch.zeros(gradient.shape[1], dtype=torch.bool)
+            for begin, end in pack.tree.ranges[last]:
+                on_path[begin:end] = True
+            assert gradient[0, on_path].any(1).sum() > 40, "the prompt has more"
+            assert not gradient[0, ~on_path].any()
+        other = [*samples[:-1], replaced(samples[-1])]
+        (changed,) = micro_batches(other, 10**6, 0, "cpu", 1, **SHARED)
+        after = dict(zip(changed.rows, outputs(module, changed, TEMPERATURE).logprobs, strict=True))
+        for row, before in zip(batch.rows, logprobs, strict=True):
+            assert torch.equal(before, after[row]) == (row != len(samples) - 1)
+    finally:
+        hook.remove()
+        for parameter, values in zip(decays, kept, strict=True):
+            parameter.data.copy_(values)
+
+
+def replaced(sample: Sample) -> Sample:
+    """Return the sample with the tokens of its answer replaced, after the first one."""
+    ids = [*sample.input_ids[:41], *(token % 60 + 1 for token in sample.input_ids[41:])]
+    return Sample(ids, sample.loss_mask, sample.engine_logprobs)
+
+
+def test_two_passes_over_a_tree_have_the_same_bits() -> None:
+    first = computed(policy("qwen3_5"), SAMPLES, **SHARED)
+    second = computed(policy("qwen3_5"), SAMPLES, **SHARED)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1", "granite4"])
+def test_operations_are_those_of_the_linear_layers_calls(family: str) -> None:
+    """Paths of one length, so that no row is padded: mixers compute each path, and all else each token once."""
+    module = policy(family)
+    samples = group(5, 40, [12])
+    sizes = module.work.of
+    multiplied = [0]
+
+    def count(layer: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+        multiplied[0] += layer.weight.numel() * args[0].shape[:-1].numel()
+
+    layers = [m for m in module.model.base_model.modules() if isinstance(m, torch.nn.Linear)]
+    hooks = [layer.register_forward_pre_hook(count) for layer in layers]
+    before = module.work.flops
+    try:
+        with torch.no_grad():
+            outputs(module, *micro_batches(samples, 10**6, 0, "cpu", 1, **SHARED), TEMPERATURE)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    path = 40 + 12 - 1
+    tokens = 40 + 5 * 11
+    convolutions = 0
+    for mixer in recurrent_mixers(module.model):
+        convolutions += sum(m.weight.numel() for m in mixer.modules() if isinstance(m, torch.nn.Conv1d))
+    # Each of a path's own tokens attends to all before it
+    pairs = path * (path + 1) / 2 * 5 - 4 * 40 * 41 / 2
+    heads = sizes.attention * 4 * pairs
+    head = 2 * sizes.head * sum(sample.trainable for sample in samples)
+    once = module.work.flops - before - heads - head
+    assert once == 2 * (multiplied[0] + convolutions * 5 * path)
+    assert sizes.recurrent > 0 and once > 2 * sizes.trunk * tokens
+
+
+def test_mixers_count_in_the_budget_as_often_as_they_compute_a_token() -> None:
+    """Five answers of 12 tokens to a prompt of 40: 100 tokens, and four times 40 in mixers."""
+    samples = group(5, 40, [13])
+    share = policy("qwen3_5").work.of.recurrent_share
+    assert 0.1 < share < 0.9
+    whole = 40 + 5 * 12 + round(share * 4 * 40)
+    for budget, count in ((whole, 1), (whole - 1, 2)):
+        batches = micro_batches(samples, budget, 0, "cpu", repeated=share, **SHARED)
+        assert len(batches) == count

@@ -23,7 +23,7 @@ from tests.support.row_advantages import advantage
 from tests.support.shared_answers import CASES, LEAST, VOCABULARY, group
 from trainer.errors import UserError
 from trainer.learning.batching import micro_batches
-from trainer.policy import attention
+from trainer.policy import attention, paths
 from trainer.policy.hf_format import checkpoint_activations
 from trainer.policy.module import PolicyModule, outputs
 from trainer.types import MicroBatch, Sample
@@ -227,7 +227,7 @@ def test_both_gathers_add_repeated_rows_in_float32() -> None:
     """256 and then 255 ones: bfloat16 alone has no 257, so sums of single terms would stay at 256."""
     rows = torch.ones(3, 2, dtype=torch.bfloat16, requires_grad=True)
     ranges = [[(0, 2)], *[[(0, 1), (2, 3)]] * 511]
-    attention.Paths.apply(rows, ranges).sum().backward()
+    paths.Paths.apply(rows, ranges).sum().backward()
     assert rows.grad is not None and rows.grad[:, 0].tolist() == [512, 1, 512]
 
 
