@@ -22,7 +22,7 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from transformers import Qwen2Config, Qwen3MoeConfig
+from transformers import Qwen2Config, Qwen3_5TextConfig, Qwen3MoeConfig
 
 from generation.engine.engine import Engine, Leader
 from generation.engine.settings import EngineSettings
@@ -107,7 +107,7 @@ def start(
     processes.run(main)
 
 
-def write_config(folder: Path, preset: str, dtype: str) -> Path:
+def write_config(folder: Path, preset: str, dtype: str, hybrid: bool = False) -> Path:
     """Return a model folder that holds a configuration and nothing else; returns it."""
     sizes, experts, top_k = MIXTURES.get(preset) or (PRESETS[preset], 0, 0)
     hidden, intermediate, layers, heads, kv_heads, vocabulary = sizes
@@ -128,6 +128,19 @@ def write_config(folder: Path, preset: str, dtype: str) -> Path:
         }
         moe |= {"head_dim": hidden // heads, "tie_word_embeddings": False}
         Qwen3MoeConfig(**shape, **moe, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(folder)
+    elif hybrid:
+        # As in Qwen3.5, three of four layers have gated delta rules, whose values are twice as wide
+        # as the hidden state
+        delta: dict[str, Any] = {
+            "linear_num_key_heads": heads // 2,
+            "linear_num_value_heads": heads,
+            "linear_key_head_dim": 2 * hidden // heads,
+            "linear_value_head_dim": 2 * hidden // heads,
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4),
+        }
+        dense: dict[str, Any] = {"intermediate_size": intermediate, "tie_word_embeddings": True}
+        dense |= {"head_dim": hidden // heads, "architectures": ["Qwen3_5ForCausalLM"]}
+        Qwen3_5TextConfig(**shape, **dense, **delta).save_pretrained(folder)
     else:
         dense = {"intermediate_size": intermediate, "tie_word_embeddings": True}
         Qwen2Config(**shape, **dense, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)

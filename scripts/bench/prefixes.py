@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """One optimizer step on groups of answers, with their prompts computed once and for each answer, in turn.
 
-    python scripts/bench/prefixes.py [--preset 10M] [--shapes 8:1024:128 16:512:128 8:128:512] [--rounds 3]
+    python scripts/bench/prefixes.py [--preset 10M] [--hybrid] [--shapes 8:1024:128 16:512:128 8:128:512]
+                                       [--rounds 3]
 
 A shape is answers of a prompt : tokens of the prompt : tokens of an answer. Both variants take the learner's own loss,
 with the same token budget, and their first steps must agree on the norm of its gradient. "Theory" counts operations:
@@ -102,7 +103,9 @@ def main() -> None:
     options = parse()
     device = this_device()
     init_process_group(3600, device.type)
-    folder = write_config(Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype)
+    folder = write_config(
+        Path(tempfile.mkdtemp()) / "model", options.preset, options.dtype, options.hybrid
+    )
     policy = random_policy(folder, options.dtype, device, lr=1e-19)  # every step has the same weights
     rows, figures = [], {}
     for shape in options.shapes:
@@ -150,7 +153,8 @@ def main() -> None:
     destroy_process_group()
     columns = ["answers : prompt : answer", "tokens", "a step", "x", "theory", "of it", "peak"]
     note = f"micro-batches of {options.budget} tokens; medians of {options.rounds} rounds"
-    show(f"Prompts computed once, {options.preset} {options.dtype}", columns, rows, [note])
+    kind = f"{options.preset} hybrid" if options.hybrid else options.preset
+    show(f"Prompts computed once, {kind} {options.dtype}", columns, rows, [note])
     save(options.json, figures)
 
 
@@ -159,6 +163,9 @@ def parse() -> argparse.Namespace:
     parser = command_line(__doc__, rounds=3)
     add_model(parser, "10M")
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
+    parser.add_argument(
+        "--hybrid", action="store_true", help="gated delta rules in three of four layers"
+    )
     parser.add_argument("--budget", type=int, default=16384, help="tokens in a micro-batch")
     return parser.parse_args()
 

@@ -135,8 +135,9 @@ def make_models(folder: Path) -> Path:
 
 
 def model_folder(folder: Path, kind: str = "qwen2", tied: bool = True) -> Path:
-    """Return the folder of this model below `folder`."""
-    return folder / f"{kind}_{'tied' if tied else 'untied'}"
+    """Return the folder of this model below `folder`; that of a family (`tests.support.families`) has its name."""
+    family = folder / kind
+    return family if family.is_dir() else folder / f"{kind}_{'tied' if tied else 'untied'}"
 
 
 def make_policy(folder: Path, trainable: bool = True, **settings: Any) -> FsdpPolicy:

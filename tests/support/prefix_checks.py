@@ -15,7 +15,13 @@ from torch import Tensor
 
 from sharding.ranks import all_reduce_sum, rank, sum_counts, world_size
 from tests.support import policy_checks as checks
-from tests.support.critic_checks import captured_gradients, make_critic, squared_error
+from tests.support.critic_checks import (
+    captured_gradients,
+    make_critic,
+    make_reward_model,
+    squared_error,
+)
+from tests.support.families import make_family
 from tests.support.rank_checks import Checks
 from tests.support.recipes import make_config
 from tests.support.sequence_checks import transcripts
@@ -28,6 +34,7 @@ from trainer.policy.routing import balance, loads_of
 from trainer.types import MicroBatch, RouteFormat, Sample
 
 SAMPLES = [*turns(5, seed=3), *group(4, 30, [10, 6]), *group(5, 22, [8, 15], seed=1)]
+HYBRIDS = ("qwen3_5", "qwen3_next", "granite4")  # families
 LIMIT = 5e-6  # of a gradient's difference, in relative norm
 Batches = list[MicroBatch]
 
@@ -84,7 +91,8 @@ def check_policy(
     found = []
     for batches in (whole, shared):
         config = PolicyConfig(**{"dtype": "float32", "lr": 1e-3, "max_grad_norm": 1e9} | settings)  # type: ignore[arg-type]
-        adapters = LoraConfig(rank=lora, target_modules=["q_proj", "v_proj"])
+        targets = ["in_proj", "q_proj"] if kind in HYBRIDS else ["q_proj", "v_proj"]
+        adapters = LoraConfig(rank=lora, target_modules=targets)
         policy = FsdpPolicy(ModelConfig(path=str(source)), config, checks.CPU, lora=adapters)
         scores = policy.score(batches, checks.TEMPERATURE)
         checks.ways = ways
@@ -127,13 +135,13 @@ def by_row(batches: Batches, tables: list[Tensor]) -> dict[int, Tensor]:
     }
 
 
-def check_others(folder: Path) -> None:
+def check_others(folder: Path, kind: str = "qwen2", teacher_kind: str = "gemma3") -> None:
     """Values of a critic and of a head on the policy's trunk, and scores of a reference and a teacher; updates."""
     whole, shared = both(SAMPLES[rank() :: world_size()], 60)
-    source = checks.model_folder(folder, "qwen2", True)
+    source = checks.model_folder(folder, kind, True)
     found: list[list[Any]] = []
     for batches in (whole, shared):
-        critic = make_critic(folder / "qwen2_reward")
+        critic = make_critic(folder / f"{kind}_reward")
         values = by_row(batches, critic.score(batches))
         error = squared_error(batches)
         gradients = [applied(critic, batches, loss=error)]
@@ -145,7 +153,7 @@ def check_others(folder: Path) -> None:
         gradients.append(applied(policy, batches, 1.0, loss=partial(loss_of_values, error)))
         reference = FrozenPolicy(ModelConfig(path=str(source)), config, checks.CPU)
         teacher = FrozenPolicy(
-            ModelConfig(path=str(checks.model_folder(folder, "gemma3", True))), config, checks.CPU
+            ModelConfig(path=str(checks.model_folder(folder, teacher_kind, True))), config, checks.CPU
         )
         taught = teacher.score(batches, 1.0)
         student = checks.make_policy(source)
@@ -158,7 +166,7 @@ def check_others(folder: Path) -> None:
     for (row, one), (_, other) in zip(
         sorted(found[0][0].items()), sorted(found[1][0].items()), strict=True
     ):
-        torch.testing.assert_close(other, one, atol=1e-5, rtol=0)
+        torch.testing.assert_close(other, one, atol=1e-5, rtol=2e-6)  # values up to 10
         torch.testing.assert_close(found[1][1][row], found[0][1][row], atol=1e-5, rtol=0)
     for one, other in zip(found[0][2:], found[1][2:], strict=True):
         assert_close(other, one)
@@ -211,9 +219,9 @@ def routed(form: RouteFormat, samples: list[Sample], differ: tuple[int, ...] = (
     return routed_samples
 
 
-def check_mixture(folder: Path, ways: int = 1) -> None:
+def check_mixture(folder: Path, ways: int = 1, kind: str = "qwen3_moe") -> None:
     """A mixture with its own routes, and with recorded ones and a balance loss: gradients, loads and the loss."""
-    source = checks.model_folder(folder, "qwen3_moe", False)
+    source = checks.model_folder(folder, kind, False)
     form = checks.make_policy(source).routing.format  # type: ignore[union-attr]
     for given in (False, True, None):  # by the router, by the engine, and recorded in a pass before
         every = routed(form, SAMPLES) if given else SAMPLES
@@ -259,6 +267,14 @@ def check_differing_routes(folder: Path) -> None:
     assert_close(found[1], found[0])
 
 
+def make_models(folder: Path) -> None:
+    """Write the models that are checked here beside those of `policy_checks`: hybrids and critics."""
+    for family in HYBRIDS:
+        make_family(family, folder / family)
+    for kind in ("qwen2", "qwen3_next"):
+        make_reward_model(folder, kind)
+
+
 def two_ranks(folder: Path) -> Checks:
     """Return the checks of two ranks."""
     return {
@@ -266,6 +282,10 @@ def two_ranks(folder: Path) -> Checks:
         "split groups": lambda: check_policy(folder, "qwen2", split=True),
         "adapters": lambda: check_policy(folder, "qwen3", lora=2),
         "critics and references": lambda: check_others(folder),
+        "a hybrid": lambda: check_policy(folder, "qwen3_5", split=True),
+        "a hybrid with adapters": lambda: check_policy(folder, "granite4", lora=2),
+        "a hybrid mixture": lambda: check_mixture(folder, kind="qwen3_next"),
+        "critics and references of hybrids": lambda: check_others(folder, "qwen3_next", "granite4"),
         "supervised step": lambda: check_sft(folder),
         "mixture": lambda: check_mixture(folder),
         "one pack on two ranks": lambda: check_policy(folder, "qwen2", ways=2),

@@ -8,13 +8,12 @@ import torch
 
 from tests.support import policy_checks as checks
 from tests.support import prefix_checks
-from tests.support.critic_checks import make_reward_model
 from tests.support.rank_checks import Failures, failures_of
 
 
 @pytest.fixture(scope="module")
 def two_ranks(models: Path) -> Failures:
-    make_reward_model(models, "qwen2")
+    prefix_checks.make_models(models)
     return failures_of(prefix_checks.two_ranks, 2, models)
 
 

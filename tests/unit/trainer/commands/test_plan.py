@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -466,6 +467,12 @@ def test_largest_micro_batches_of_shared_prompts_need_less_memory(tiny_qwen2: Pa
     tokens, computed = 8 * 500, 400 + 8 * 100  # of an update on one group
     copies = 4 * attention_elements(config.policy, model)[1] * (tokens - computed)
     assert kept[1] == pytest.approx(kept[0] * computed / tokens + model.layers * copies)
+    # In a hybrid with half of its matrices in mixers, half of each layer's activations are not shared
+    hybrid = replace(model, flops=replace(model.flops, recurrent=model.flops.trunk // 2))
+    shared = activation_bytes(config, config.policy, hybrid, 1)[1]
+    assert shared == pytest.approx(
+        kept[0] * (computed / tokens + 1) / 2 + model.layers * copies, rel=0.01
+    )
 
 
 def test_a_plan_that_exceeds_a_device_is_refused_with_numbers(

@@ -79,6 +79,21 @@ def test_prompts_computed_once_cost_their_operations_once(tiny_qwen2: Path) -> N
     assert step_flops(short, BILLION, 4, LENGTHS) == step_flops(config(tiny_qwen2), BILLION, 4, LENGTHS)
 
 
+def test_mixers_of_a_hybrid_compute_prompts_once_for_each_answer(tiny_qwen2: Path) -> None:
+    """As above, with a quarter of the matrices in mixers: 512 prompts in these, 64 in all others."""
+    hybrid = replace(BILLION, flops=replace(BILLION.flops, recurrent=204_800_000))
+    plan = config(tiny_qwen2, batch={"share_prefixes": True})
+    whole = config(tiny_qwen2, batch={"share_prefixes": False})
+    prompts = 2 * 204_800_000 * (128 - 16) * 100
+    forward = step_flops(plan, BILLION, 4, LENGTHS) / 3 + prompts
+    # Mixers are frozen here, so backward has no gradients of their matrices
+    assert step_flops(plan, hybrid, 4, LENGTHS) == pytest.approx(3 * forward - prompts)
+    assert step_flops(whole, hybrid, 4, LENGTHS) == step_flops(whole, BILLION, 4, LENGTHS)
+    times = [by_name(step_costs(plan, model, 4, GPU, LENGTHS)) for model in (BILLION, hybrid)]
+    added = times[1]["update: products"].seconds - times[0]["update: products"].seconds
+    assert added == pytest.approx(3 * prompts / 0.68e15), "forward twice, and backward"
+
+
 def test_an_engine_reads_its_weights_for_each_token_and_more_slots_take_fewer_steps(
     tiny_qwen2: Path,
 ) -> None:
