@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ from trainer.algorithms import aggregation
 from trainer.build import weight_source
 from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.learning.batching import deal, micro_batches
-from trainer.policy import FrozenPolicy, FsdpPolicy, Outputs
+from trainer.policy import FrozenPolicy, FsdpPolicy, Outputs, fsdp
 from trainer.policy.buffers import ROUTE_BIASES
+from trainer.policy.fused import fuse
 from trainer.policy.hf_format import build_meta_model
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.optimizer import TrainingDiverged
@@ -249,12 +251,7 @@ def weights(policy: FsdpPolicy) -> dict[str, Tensor]:
 
 def compile_without_code(patch: pytest.MonkeyPatch) -> None:
     """Leave out the code generator, which is PyTorch's and takes a minute, where layers are compiled."""
-    compiled = torch.nn.Module.compile
-    patch.setattr(
-        torch.nn.Module,
-        "compile",
-        lambda layer, dynamic: compiled(layer, backend="aot_eager", dynamic=dynamic),
-    )
+    patch.setattr(fsdp, "fuse", partial(fuse, backend="aot_eager"))
     torch._dynamo.reset()
 
 

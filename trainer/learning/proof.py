@@ -3,18 +3,20 @@
 Every rank scores some of its answers as the run computes by default, and once more without each
 shortcut. Where the log-probabilities and entropies agree up to the rounding of the dtype, the
 shortcut stays. Otherwise all ranks leave it out for the rest of the run, since the rank that is
-furthest off decides. Gradients are not compared.
+furthest off decides. Of fused kernels, the norms of all parameters' gradients are compared as well;
+other gradients are not.
 
 Cost. At most `TOKENS` tokens a rank, or two answers, are passed forward once, and once more for
-each shortcut: three times in all, and four times with sinks. An update passes its tokens forward,
-back, which is twice the work, and with checkpointing forward again. With the 139,264 tokens a rank
-of gsm8k_qwen3_4b_8gpu.yaml, 12,288 passes of a token come on top of 557,056: 2 % of the first
-step's update.
+each shortcut: four times in all, and five times with sinks. With fused kernels and without they are
+also passed as in an update: forward, back, which is twice the work, and with checkpointing forward
+again. With the 139,264 tokens a rank of gsm8k_qwen3_4b_8gpu.yaml, 49,152 passes of a token come on
+top of 557,056: 9 % of the first step's update.
 """
 
 from bisect import bisect_right
 from dataclasses import replace
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,6 +26,8 @@ from trainer.config.schema import TrainConfig
 from trainer.distributed import say
 from trainer.errors import UserError
 from trainer.learning.batching import Batcher
+from trainer.policy.fsdp import FsdpPolicy
+from trainer.policy.fused import is_fused
 from trainer.policy.shortcuts import Shortcut, leave_out, without
 from trainer.types import MicroBatch, Policy, Sample
 
@@ -40,6 +44,7 @@ LABELS = {
     Shortcut.PREFIXES: "common beginnings",
     Shortcut.HEAD: "the output head in blocks",
     Shortcut.SINKS: "attention sinks in the kernel",
+    Shortcut.FUSED: "fused kernels",
 }
 
 
@@ -70,6 +75,8 @@ def undecided(config: TrainConfig, policy: Policy, decisions: dict[str, bool]) -
     if any(name.endswith(".sinks") for name, _ in policy.model.named_parameters()):
         # gpt-oss has sinks, for example.
         taken.append(Shortcut.SINKS)
+    if is_fused(config.policy, policy.device.type):
+        taken.append(Shortcut.FUSED)
     return [shortcut for shortcut in taken if shortcut not in decisions]
 
 
@@ -110,18 +117,24 @@ def try_shortcuts(
         with without(shortcut):
             plain = scored(policy, whole if shortcut is Shortcut.PREFIXES else batches, temperature)
         farthest = all_reduce_max({"distance": distance(base, plain)})["distance"]
-        sums = all_reduce_sum(
+        gradients = 0.0
+        if shortcut is Shortcut.FUSED:
+            gradients = gradient_distance(cast(FsdpPolicy, policy), batches, temperature)
+        means = all_reduce_sum(
             {"with": float(base[0].sum()), "without": float(plain[0].sum()), "K": base.shape[1]}
         )
-        decisions[shortcut] = farthest <= limit
+        decisions[shortcut] = max(farthest, gradients) <= limit
         if decisions[shortcut]:
-            agreements.append(f"{LABELS[shortcut]} ({farthest:.2g})")
+            agreements.append(f"{LABELS[shortcut]} ({max(farthest, gradients):.2g})")
             continue
-        fault = (
-            f"on this device, log-probabilities average {sums['with'] / sums['K']:.6g} nats with "
-            f"{LABELS[shortcut]} and {sums['without'] / sums['K']:.6g} without: they are "
-            f"{farthest:.2g} apart, where {config.policy.dtype} explains {limit:.2g}"
-        )
+        fault = f"norms of gradients with {LABELS[shortcut]} and without are {gradients:.2g} of them"
+        if farthest > limit:
+            fault = (
+                f"log-probabilities average {means['with'] / means['K']:.6g} nats with "
+                f"{LABELS[shortcut]} and {means['without'] / means['K']:.6g} without: they are "
+                f"{farthest:.2g}"
+            )
+        fault = f"on this device, {fault} apart, where {config.policy.dtype} explains {limit:.2g}"
         if shortcut is Shortcut.PREFIXES and sharing_required:
             raise UserError(f"batch.share_prefixes is true, but {fault}: set it to false or auto")
         say(f"{fault}; from now on, the run does without")
@@ -155,6 +168,16 @@ def scored(policy: Policy, batches: list[MicroBatch], temperature: float) -> Ten
             columns[row] = table[:, index, masks[index]]
     ordered = [columns[row] for row in sorted(columns)]
     return torch.cat([torch.empty(2, 0, dtype=torch.float64), *ordered], dim=1)
+
+
+def gradient_distance(policy: FsdpPolicy, batches: list[MicroBatch], temperature: float) -> float:
+    """Return how far all parameters' norms of gradients with and without fused kernels are apart,
+    relative to those without; inf if a number is not finite. Collective.
+    """
+    fused = policy.gradient_norms(batches, temperature)
+    with without(Shortcut.FUSED):
+        plain = policy.gradient_norms(batches, temperature)
+    return float(((fused - plain).norm() / plain.norm()).nan_to_num(nan=float("inf")))
 
 
 def distance(base: Tensor, plain: Tensor) -> float:

@@ -23,13 +23,15 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from sharding.ranks import world_size
+from sharding.ranks import all_reduce_sum, world_size
 from sharding.send.source import local_part
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
+from trainer.distributed import say
 from trainer.model_structure import Work, decoder, encoder_layers, freeze, hidden_matrices
 from trainer.policy import hf_format, hf_saving
 from trainer.policy.buffers import saved_buffers
 from trainer.policy.experts import dispatched_experts, split_experts
+from trainer.policy.fused import fuse, is_fused
 from trainer.policy.hf_format import parameter_names
 from trainer.policy.lora import NO_ADAPTERS, add_adapters, first_values
 from trainer.policy.module import PolicyModule, outputs
@@ -198,7 +200,7 @@ class ShardedModel(Offloadable):
             fully_shard, mesh=mesh, mp_policy=precision, offload_policy=self._offload_policy()
         )
         self._replicas = world_size() // mesh.size(-1)
-        self._compile()
+        self._fuse()
         # Inputs and outputs keep their dtypes in units that are no layer: routers weigh experts in
         # float32, and image encoders compute rotary frequencies in it.
         kept = MixedPrecisionPolicy(self.compute_dtype, torch.float32, cast_forward_inputs=False)
@@ -249,20 +251,10 @@ class ShardedModel(Offloadable):
             CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self._on_host else OffloadPolicy()
         )
 
-    def _compile(self) -> None:
-        """Compile the norms and dense MLPs of the decoder layers, for any length, since lengths of
-        packs differ.
-
-        Entire layers would have checkpointing, scoring and padding among their inputs: they would
-        exceed the limit of recompilations (torch._dynamo.config.recompile_limit), and run
-        uncompiled from then on.
-        """
-        layers = decoder(self.model).layers if self.config.compile else ()
-        for layer in layers:
-            for module in layer.modules():
-                dense = hasattr(module, "down_proj") and isinstance(module.down_proj, nn.Linear)
-                if dense or "Norm" in type(module).__name__:
-                    module.compile(dynamic=True)
+    def _fuse(self) -> None:
+        """Fuse the pointwise parts of the decoder, if the recipe or the device asks for it."""
+        if is_fused(self.config, self.device.type) and (unknown := fuse(self.model)):
+            say(f"{type(self.model).__name__} computes {', '.join(unknown)} as before, uncompiled")
 
     @torch.no_grad()
     def _without_gradients(
@@ -440,9 +432,37 @@ class FsdpPolicy(ShardedModel, Policy):
             batches, lambda batch: loss_fn(batch, outputs(self.module, batch, temperature))
         )
 
+    def gradient_norms(self, batches: list[MicroBatch], temperature: float) -> Tensor:
+        """Return the norm of each parameter's gradient, [parameters] float64, of the sum of all
+        targets' log-probabilities and entropies. Collective.
+
+        Weights, gradients, random states and the count of work are as before.
+        """
+
+        def loss_of(batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            result = outputs(self.module, batch, temperature)
+            return ((result.logprobs + result.entropy) * batch.loss_mask).sum(), {}
+
+        tokens = self.work.tokens
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(0)
+            self._accumulate(batches, loss_of)
+        self.work.tokens = tokens
+        squares = [_squared_norm(parameter.grad) for parameter in self.trained().values()]
+        sums = all_reduce_sum({str(number): square for number, square in enumerate(squares)})
+        self.optimizer.zero_grad(set_to_none=True)
+        return torch.tensor(list(sums.values()), dtype=torch.float64).div(self._replicas).sqrt()
+
     def save_pretrained(self, folder: Path) -> None:
         """Write the model in Hugging Face format and the compute dtype, without the tokenizer."""
         hf_saving.save_pretrained(self.model, folder, self.compute_dtype, self.source)
+
+
+def _squared_norm(gradient: Tensor | None) -> float:
+    """Return the squared norm of this rank's part of a gradient."""
+    if gradient is None:
+        return 0.0
+    return float(torch.linalg.vector_norm(local_part(gradient), dtype=torch.float64)) ** 2
 
 
 class FrozenPolicy(FsdpPolicy):

@@ -31,7 +31,7 @@ class InPlacePolicy(FsdpPolicy):
         return self.home
 
     def _shard(self) -> None:
-        self._compile()
+        self._fuse()
         self._replicas = 1
 
     @torch.no_grad()

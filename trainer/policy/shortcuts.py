@@ -11,6 +11,7 @@ class Shortcut(StrEnum):
     PREFIXES = "prefixes"  # common beginnings of sequences once (`batch.share_prefixes`)
     HEAD = "head"  # the output head in blocks of the vocabulary, with sums wider than the operands
     SINKS = "sinks"  # attention sinks from the kernel's log-sum-exp
+    FUSED = "fused"  # norms, rotary embeddings and gates as compiled kernels (`policy.compile`)
 
 
 _left_out: set[Shortcut] = set()  # of the whole process, as policy, reference and critic compute alike

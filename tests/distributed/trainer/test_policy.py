@@ -58,7 +58,7 @@ def test_one_and_four_micro_batches_have_the_plain_gradients(
 
 
 @pytest.mark.parametrize("layers", ["none", "every_second", "full"])
-def test_compiled_norms_and_mlps_have_plain_gradients_in_few_graphs(
+def test_compiled_norms_rotations_and_gates_have_plain_gradients_in_few_graphs(
     one_rank: None, models: Path, monkeypatch: pytest.MonkeyPatch, layers: str
 ) -> None:
     """Pack of several lengths are used in an update, scored, and used again, with activations kept or recomputed."""
@@ -82,7 +82,7 @@ def test_compiled_norms_and_mlps_have_plain_gradients_in_few_graphs(
             for ours, plain in zip(*scores, strict=True):
                 torch.testing.assert_close(ours.logprobs, plain.logprobs, atol=1e-4, rtol=1e-4)
     assert 0 < counted["stats"]["unique_graphs"] <= 8, (
-        "few graphs: norm and MLP, with and without gradients"
+        "few graphs: norm, rotary embedding and gate, with and without gradients"
     )
 
 

@@ -20,6 +20,7 @@ from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.learning import Learner, proof
 from trainer.policy import attention, logprobs, module, paths
+from trainer.policy.fused import fuse
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.shortcuts import Shortcut, in_use, leave_out
 from trainer.run.keeper import RunState
@@ -52,12 +53,22 @@ class ModulePolicy:
         self.module = PolicyModule(self.model)
         self.work = self.module.work
         self.scored: list[int] = []  # tokens of each call
+        self.passed_back: list[int] = []  # the same of passes with gradients
 
     @torch.no_grad()
     def score(self, batches: list[MicroBatch], temperature: float) -> list[Outputs]:
         packs = [batch.layout.pack for batch in batches]
         self.scored.append(sum(len(pack.tokens) for pack in packs if pack is not None))
         return [outputs(self.module, batch, temperature) for batch in batches]
+
+    def gradient_norms(self, batches: list[MicroBatch], temperature: float) -> Tensor:
+        self.passed_back.append(sum(len(batch.layout.targets) for batch in batches))
+        for batch in batches:
+            result = outputs(self.module, batch, temperature)
+            (result.logprobs + result.entropy).sum().backward()
+        norms = [parameter.grad.double().norm() for parameter in self.module.parameters()]
+        self.module.zero_grad()
+        return torch.stack(norms)
 
     def update(
         self, batches: list[MicroBatch], loss_fn: LossFn, temperature: float, place: float
@@ -212,6 +223,45 @@ def test_the_proof_costs_a_pass_for_each_shortcut_and_a_bounded_number_of_tokens
     assert policy.scored[0] == policy.scored[1] < policy.scored[2]
     learner.learn(*as_step(steps(seed=1)), step=2)
     assert len(policy.scored) == 3
+
+
+@pytest.mark.parametrize("fault", ["none", "forward", "backward"])
+def test_a_fault_in_fused_kernels_is_found_in_outputs_and_in_gradients(
+    fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A compiler is put in place whose kernels are 1 % off, forward or backward alone."""
+
+    def compile_with_fault(body: Any, **options: Any) -> Any:
+        def kernel(*args: Any, **options: Any) -> Any:
+            result = body(*args, **options)
+            if fault == "forward" and isinstance(result, Tensor):
+                return result * 1.01
+            if fault == "backward" and isinstance(result, Tensor) and result.requires_grad:
+                result.register_hook(lambda gradient: gradient * 1.01)
+            return result
+
+        return kernel
+
+    monkeypatch.setattr(torch, "compile", compile_with_fault)
+    policies = [ModulePolicy(KINDS["qwen3"]()) for _ in range(2)]
+    assert not fuse(policies[0].model)
+    config = make_config(batch=recipe().batch.model_dump(), policy={"dtype": "float32", "compile": True})
+    shortcuts: dict[str, bool] = {}
+    learn(policies[0], shortcuts, config)
+    assert shortcuts == {"head": True, "prefixes": True, "fused": fault == "none"}
+    assert in_use(Shortcut.FUSED) is (fault == "none")
+    assert len(policies[0].scored) == 4 and len(policies[0].passed_back) == 2
+    said = capsys.readouterr().err
+    expected = {
+        "none": "with and without the output head in blocks",
+        "forward": "nats with fused kernels and",
+        "backward": "norms of gradients with fused kernels and without are 0.0",
+    }
+    assert expected[fault] in said and ("does without" in said) is (fault != "none")
+    # A run that has never fused anything learns the same.
+    learn(policies[1], dict(shortcuts), config)
+    for one, other in zip(policies[0].module.parameters(), policies[1].module.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_few_answers_are_those_within_a_number_of_tokens_and_two_at_least() -> None:

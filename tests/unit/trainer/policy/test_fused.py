@@ -1,0 +1,165 @@
+"""Fused norms, rotary embeddings and gates: against the modules they are made from, and against float64."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+from tests.support.families import make_family
+from tests.unit.trainer.policy.test_shared_prefixes import KINDS
+from trainer.config.schema import LoraConfig, PolicyConfig
+from trainer.errors import UserError
+from trainer.model_structure import decoder
+from trainer.policy import fused
+from trainer.policy.fused import fuse, is_fused
+from trainer.policy.hf_format import checkpoint_activations
+from trainer.policy.lora import add_adapters
+from trainer.policy.shortcuts import Shortcut, without
+
+FAMILIES = {
+    "qwen2": [],
+    "qwen3": [],
+    "llama": [],
+    "mistral": [],
+    "gemma2": [],
+    "gemma3": [],
+    "gemma3_vl": [],
+    "olmo2": [],
+    "qwen3_moe": [],
+    "qwen3_5": [],
+    "gpt_oss": ["gates of MLPs"],  # its experts cap both halves
+    "phi3": ["gates of MLPs"],  # one product gives both halves
+}
+"""Families, and the parts of each that stay as they are."""
+
+
+@pytest.fixture(autouse=True)
+def compiling() -> Iterator[None]:
+    """Compile, as no other test does, and fail where a variant too many would run uncompiled."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(disable=False, fail_on_recompile_limit_hit=True):
+        yield
+
+
+def passed(model: PreTrainedModel, rows: int = 2, length: int = 24) -> dict[str, Tensor]:
+    """Return the logits of some tokens, and the gradients of a loss that is linear in them."""
+    draw = torch.Generator().manual_seed(0)
+    model.train().zero_grad()
+    ids = torch.randint(5, 40, (rows, length), generator=draw).to(model.device)
+    logits = model(input_ids=ids, use_cache=False).logits.cpu()
+    (logits * torch.randn(logits.shape, generator=draw)).sum().backward()
+    gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach()} | gradients
+
+
+def distance(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """Return the largest distance of a tensor, relative to its norm."""
+    assert found.keys() == exact.keys()
+    return max(
+        float((found[name].double() - value.double()).norm() / (value.double().norm() + 1e-9))
+        for name, value in exact.items()
+        if not name.endswith("k_proj.bias")  # its gradient is zero but for rounding
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_compute_the_same(family: str, tmp_path: Path) -> None:
+    model = make_family(family, tmp_path).float()
+    plain = passed(model)
+    names = {type(m).__name__ for m in decoder(model).modules() if "Norm" in type(m).__name__}
+    assert fuse(model, backend="aot_eager") == FAMILIES[family] and names
+    counted = torch._dynamo.utils.counters
+    counted.clear()
+    assert distance(passed(model), plain) < 5e-6
+    assert counted["stats"]["unique_graphs"] and not counted["graph_break"]
+    before = counted["stats"]["unique_graphs"]
+    passed(model, length=31)  # another length is not compiled again
+    assert counted["stats"]["unique_graphs"] == before
+    with without(Shortcut.FUSED):
+        assert all(torch.equal(value, plain[name]) for name, value in passed(model).items())
+
+
+def make_tiny(dtype: torch.dtype) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(KINDS["qwen3"](), attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(parameter.ndim == 1, 0.3)  # norms are around 1
+    return model.to(dtype)
+
+
+def test_generated_kernels_are_as_near_to_float64_as_eager_ones() -> None:
+    """Those of Inductor for a CPU; tests/gpu has the test for CUDA, in bfloat16 as well."""
+    exact = passed(make_tiny(torch.float64))
+    model = make_tiny(torch.float32)
+    eager = distance(passed(model), exact)
+    assert not fuse(model)
+    compiled = distance(passed(model), exact)
+    assert 0 < compiled <= 1.2 * eager
+    checkpoint_activations(model, "full")
+    assert distance(passed(model), exact) == compiled
+
+
+def test_adapters_in_a_gated_mlp_learn_the_same() -> None:
+    model = make_tiny(torch.float32)
+    targets = ["gate_proj", "up_proj", "down_proj", "q_proj"]
+    add_adapters(model, LoraConfig(rank=2, target_modules=targets), torch.float32, "cpu")
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
+    plain = passed(model)
+    assert plain.keys() > {"logits"} and all("lora" in name for name in plain.keys() - {"logits"})
+    assert not fuse(model, backend="aot_eager")
+    assert distance(passed(model), plain) < 5e-6
+
+
+@pytest.mark.parametrize("graphs", [1, 2])
+def test_a_compiler_that_fails_is_one_sentence_with_the_remedy(graphs: int) -> None:
+    """The one that lacks Triton's own compiler, say; also if only the gradient's kernel fails."""
+    calls = 0
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == graphs:
+            raise RuntimeError("no C compiler\nwas found")
+        return make_boxed_func(graph)
+
+    model = make_tiny(torch.float32)
+    fuse(model, backend=aot_autograd(fw_compiler=compile_graph))
+    message = r"^policy.compile: Qwen3RMSNorm.forward cannot be .* \(.*no C compiler\): set it to false$"
+    with pytest.raises(UserError, match=message):
+        model(input_ids=torch.zeros(1, 5, dtype=torch.int64))
+
+
+def test_a_forward_that_says_more_than_the_common_line_is_not_a_gated_mlp() -> None:
+    class Scaled(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+            return 2 * down_proj
+
+    class Normed(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            x = self.norm(x)
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    assert [fused._is_gated_mlp(kind) for kind in (Qwen3MLP, Scaled, Normed)] == [True, False, False]
+
+
+def test_by_default_gpus_with_a_compiler_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    default = PolicyConfig()
+    for compiler in (True, False):
+        monkeypatch.setattr(fused, "has_triton", lambda found=compiler: found)
+        assert is_fused(default, "cuda") is compiler and not is_fused(default, "cpu")
+    monkeypatch.setattr(fused, "has_triton", lambda: True)
+    assert not is_fused(default.model_copy(update={"backend": "deepspeed"}), "cuda")
+    for choice in (True, False):
+        assert is_fused(default.model_copy(update={"compile": choice}), "cuda") is choice
