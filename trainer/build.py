@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -239,10 +240,12 @@ def build_source(
 
 
 def build_sharding(
-    config: TrainConfig, policy: Policy, leader: Leader | None
+    config: TrainConfig, policy: Policy, leader: Leader | None, folder: Path | None = None
 ) -> ShardingManager | RemoteEngines:
     """Build the weight path from the policy to the engine, in the engine's dtype and under the
     checkpoint's names.
+
+    `folder` is private, for sockets; None: the rank's own.
     """
     dtype = getattr(torch, config.engine.dtype or config.policy.dtype)
     adapters = config.lora.engines_apply
@@ -256,7 +259,7 @@ def build_sharding(
         return RemoteEngines(
             source, device, settings, generating, store(), host=weights_host(), adapter=adapter
         )
-    folder = processes.private_folder()
+    folder = folder or processes.private_folder()
     size = config.engine.tensor_parallel_size
     transport = sync_way(config, policy, source)
     return ShardingManager(

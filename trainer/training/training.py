@@ -1,14 +1,17 @@
-"""The calls of which a loop of one's own is made: train, score, save.
+"""The calls of which a loop of one's own is made: train, score, sample, save.
 
 Every call is collective: under torchrun all ranks make the same calls with the same data, of which
 each computes its share. Nothing here computes a loss or an update in a way of its own: those are
 the policy's (`FsdpPolicy.accumulate`, `step`), as in `hotbunk train`.
 """
 
+import asyncio
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,7 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sharding.ranks import agreed, all_reduce_max, is_main, send_to_all
+from generation.exact_ids import Generation
+from sharding.ranks import agreed, all_reduce_max, is_main, send_to_all, world_size
+from sharding.send.source import local_part
 from trainer.config.machine import resolve_device
 from trainer.config.schema import TrainConfig
 from trainer.data import load_tokenizer
@@ -34,8 +39,10 @@ from trainer.run import checkpoint
 from trainer.training.calls import Calls
 from trainer.training.data import CheckedDatum, Datum, checked, every_position, micro_batches
 from trainer.training.losses import LossFunction, NamedLoss, slopes_of
+from trainer.training.sampling import Engines, Prompt, Snapshot
 from trainer.training.settings import settings_of
 
+_CALLS = "sampling_calls"  # the key of their number in a checkpoint
 _FAILED = "forward_backward has failed since the last optim_step"
 
 
@@ -45,6 +52,7 @@ class Training:
         with hotbunk.Training("models/tiny", lora_rank=8) as training:
             training.forward_backward(data, "cross_entropy")
             training.optim_step(learning_rate=1e-4)
+            [answers] = training.sample([prompt], n=4, max_tokens=64)
             training.save("runs/mine")
 
     It runs in one process, or on every rank of torchrun, which all make the same calls with all of
@@ -79,7 +87,9 @@ class Training:
             self.policy = FsdpPolicy(
                 self.config.model, self.config.policy, rank_device(self.config), lora=self.config.lora
             )
+            self._engines = Engines(self.config, self.policy, self.tokenizer, resources)
             self._resources = resources.pop_all()
+        self._engines.resources = self._resources
         self._batcher = Batcher.of(self.config, self.policy, self.tokenizer.pad_token_id or 0)
         text = self.policy.model.config.get_text_config()
         self._vocabulary: int = text.vocab_size
@@ -87,6 +97,15 @@ class Training:
         self._defaults = [dict(group, params=None) for group in self.policy.optimizer.param_groups]
         self._waiting: MetricSums | None = None  # the sums of calls since the last step
         self._failed = False  # one of these calls has failed
+        self._numbers = count(1)  # of weights, each of which has its own
+        self._number = 0  # of the weights in training
+        self._held: Snapshot | None = None  # the snapshot in the place of the weights in training
+        self._aside: dict[str, Tensor] = {}  # the weights in training meanwhile
+
+    @property
+    def shifts(self) -> list[dict[str, float]]:
+        """What each shift of the engines has cost: seconds by phase, and bytes put away."""
+        return self._engines.shifts
 
     @property
     def version(self) -> int:
@@ -116,12 +135,14 @@ class Training:
         if callable(loss):
             named = NamedLoss("cross_entropy", {})
             rows = self._begin("forward_backward", data, temperature, function=loss, options=options)
+            self._compute_with(None)
             logprobs = self._scores(rows, temperature)
             slopes, value, figures = self._slopes(loss, data, logprobs)
             rows = [replace(row, weights=-slope) for row, slope in zip(rows, slopes, strict=True)]
             totals = self._accumulate(rows, named, temperature)
             return {"loss": value, "tokens": float(sum(map(len, logprobs)))} | figures
         rows = self._begin("forward_backward", data, temperature, loss=loss, options=options)
+        self._compute_with(None)
         named = NamedLoss(loss, options)
         totals = self._accumulate(rows, named, temperature)
         tokens = max(1.0, totals["tokens"])
@@ -162,6 +183,7 @@ class Training:
         if unknown:
             problem = f"policy.optimizer has no {unknown[0]}: leave it out"
         self._calls.begin("optim_step", [repr((rate, norm, given)).encode()], problem)
+        self._compute_with(None)
         waiting = self._waiting
         self._waiting = None
         if self._failed or waiting is None:
@@ -180,18 +202,84 @@ class Training:
                 "optim_step applied nothing, since the loss or the gradient is not finite: look at the "
                 "data of the last forward_backward, or lower the learning rate"
             )
+        self._number = next(self._numbers)
         return {
             "learning_rate": rate,
             "grad_norm": stats.grad_norm,
             "version": float(self.policy.version),
         }
 
-    def logprobs(self, data: Sequence[Datum], *, temperature: float | None = None) -> list[Tensor]:
+    def logprobs(
+        self,
+        data: Sequence[Datum],
+        *,
+        temperature: float | None = None,
+        weights: Snapshot | None = None,
+    ) -> list[Tensor]:
         """Return the log-probability of every target, also of those with weight 0: [N] float32,
-        nats, of each datum. Waiting gradients stay as they are.
+        nats, of each datum.
+
+        `weights` is a snapshot to compute with; None: the present weights. Waiting gradients stay
+        as they are.
         """
-        rows = self._begin("logprobs", data, temperature)
+        rows = self._begin("logprobs", data, temperature, weights=_number(weights))
+        self._compute_with(weights)
         return self._scores(rows, temperature)
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the trained weights, with which `sample` and `logprobs` can be called
+        however many steps later.
+
+        It is in host memory. With adapters it has theirs alone, so many can be kept.
+        """
+        self._calls.begin("snapshot")
+        self._compute_with(None)
+        return Snapshot(self.version, self._number, self._copies())
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int = 1,
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        weights: Snapshot | None = None,
+    ) -> list[list[Generation]]:
+        """Return `n` answers to each prompt, on every rank, by engines with the present weights or
+        those of a snapshot.
+
+        A prompt is a list of ids, a text, or a list of messages for the chat template. Arguments of
+        None are the recipe's (section `sampling`). Answers have `token_ids`, `logprobs` (nats, at
+        the temperature), `text`, `prompt_ids` and `finish_reason`. The first call starts the
+        engines. Seeds depend on `run.seed` and the number of the call.
+        """
+        changes = {"max_tokens": max_tokens, "temperature": temperature}
+        ids, answers = self._submit("sample", prompts, n, changes, weights)
+        mine: dict[int, Generation] = {}
+        with agreed("sampling"):
+            mine = answers.result()
+        return self._engines.gathered(mine, ids, n, self._version(weights))
+
+    async def sample_async(
+        self,
+        prompts: Sequence[Prompt],
+        n: int = 1,
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        weights: Snapshot | None = None,
+    ) -> list[list[Generation]]:
+        """Do what `sample` does while other coroutines run, on one rank.
+
+        A call that trains, or samples with other weights, waits until the answers are there. Raises
+        UserError on several ranks, where calls of coroutines have no common order.
+        """
+        if world_size() > 1:
+            raise UserError("sample_async works on one rank: call sample, with all prompts at once")
+        changes = {"max_tokens": max_tokens, "temperature": temperature}
+        ids, answers = self._submit("sample_async", prompts, n, changes, weights)
+        version = self._version(weights)
+        return self._engines.gathered(await asyncio.wrap_future(answers), ids, n, version)
 
     def save(self, folder: str | Path) -> Path:
         """Write weights and optimizer to `folder`/step_N, complete or invisible; return that path.
@@ -201,7 +289,9 @@ class Training:
         waits = self._waiting is not None or self._failed
         problem = "save would lose the waiting gradients: call optim_step first" if waits else ""
         self._calls.begin("save", [str(folder).encode()], problem)
-        return checkpoint.save(Path(folder), self.version, {"policy": self.policy}, {"loop": "own"})
+        self._compute_with(None)
+        extra = {_CALLS: self._engines.calls}
+        return checkpoint.save(Path(folder), self.version, {"policy": self.policy}, extra)
 
     def load(self, path: str | Path) -> Path:
         """Continue from a step_N folder, or from the newest complete one in a folder; return it.
@@ -213,8 +303,11 @@ class Training:
         found = [folder] if checkpoint.is_complete(folder) else checkpoint.all_complete(folder)
         if not found:
             raise UserError(f"{folder} has no complete checkpoint: give a folder that save has written")
+        self._compute_with(None)
         checkpoint.verify(found[0])
-        checkpoint.load(found[0], {"policy": self.policy})
+        extra = checkpoint.load(found[0], {"policy": self.policy})
+        self._engines.calls = int(extra.get(_CALLS, 0))
+        self._number = next(self._numbers)
         self._drop()
         return found[0]
 
@@ -223,6 +316,7 @@ class Training:
         itself goes to `folder`/adapter.
         """
         self._calls.begin("export", [str(folder).encode()])
+        self._compute_with(None)
         self.policy.save_pretrained(Path(folder))
         if self.config.lora.rank:
             model = self.config.model.path
@@ -263,10 +357,68 @@ class Training:
             rows = checked(data, self._vocabulary, self._longest, needs)
         except UserError as error:
             problem = str(error)
-        words = repr((temperature, arguments.get("loss"), arguments.get("options")))
+        names = ("loss", "options", "weights")
+        words = repr((temperature, *(arguments.get(name) for name in names)))
         content = (row.content() for row in rows)
         self._calls.begin(name, [words.encode(), *content], problem)
         return rows
+
+    def _submit(
+        self,
+        name: str,
+        prompts: Sequence[Prompt],
+        n: int,
+        changes: dict[str, Any],
+        weights: Snapshot | None,
+    ) -> tuple[list[list[int]], "Future[dict[int, Generation]]"]:
+        """Start this rank's share of the answers, after a shift where one is needed. Collective.
+
+        Returns the ids of the prompts, and the answers under way.
+        """
+        problem = ""
+        ids: list[list[int]] = []
+        try:
+            ids = self._engines.prompt_ids(prompts)
+            settings = self._engines.settings(changes)
+            counts = [n, settings.max_tokens]
+            if not all(type(number) is int and number > 0 for number in counts):
+                raise UserError(f"n and max_tokens are {counts}: give whole numbers above 0")
+            if not 0 <= settings.temperature < math.inf:
+                raise UserError(f"temperature is {settings.temperature}: give a finite number from 0 on")
+        except UserError as error:
+            problem = str(error)
+        words = repr((ids, n, changes, _number(weights)))
+        self._calls.begin(name, [words.encode()], problem)
+        number = self._number if weights is None else weights.number
+        if not self._engines.has(number):
+            self._compute_with(weights)
+            self._engines.wake(number)
+        return ids, self._engines.submit(ids, n, settings)
+
+    def _version(self, weights: Snapshot | None) -> int:
+        return self.version if weights is None else weights.version
+
+    def _compute_with(self, weights: Snapshot | None) -> None:
+        """Put the engines to sleep, and the weights of a snapshot, or those in training, in the
+        policy. Collective.
+        """
+        self._engines.sleep()
+        if weights is not None and weights.number == self._number:
+            weights = None
+        if weights is self._held:
+            return
+        if self._held is None:
+            self._aside = self._copies()
+        source = self._aside if weights is None else weights.tensors
+        with torch.no_grad():
+            for name, parameter in self.policy.trained().items():
+                local_part(parameter).copy_(source[name])
+        self._held = weights
+
+    def _copies(self) -> dict[str, Tensor]:
+        """Return this rank's shards of the trained weights, copied to host memory."""
+        trained = self.policy.trained()
+        return {name: local_part(p).detach().to("cpu", copy=True) for name, p in trained.items()}
 
     def _temperature(self, temperature: float | None) -> float:
         return self.config.sampling.temperature if temperature is None else temperature
@@ -324,6 +476,10 @@ class Training:
         self._waiting = None
         self._failed = False
         self.policy.drop_gradients()
+
+
+def _number(weights: Snapshot | None) -> int | None:
+    return None if weights is None else weights.number
 
 
 def _leave(kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
