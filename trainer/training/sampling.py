@@ -25,12 +25,12 @@ from trainer.engines import put_to_sleep, start_engine, stop_engine
 from trainer.errors import UserError, quoted
 from trainer.policy import FsdpPolicy
 
-Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
+AnyPrompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
 """Ids, a text that is encoded as it is, or messages for the model's chat template."""
 
 
 @dataclass(frozen=True, eq=False)
-class Snapshot:
+class WeightSnapshot:
     """The trained weights as they were at a moment, in host memory: with adapters, theirs alone."""
 
     version: int  # the number of optimizer steps at that moment
@@ -132,7 +132,7 @@ class Engines:
         self._sharding = sharding
         return sharding
 
-    def prompt_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    def prompt_ids(self, prompts: Sequence[AnyPrompt]) -> list[list[int]]:
         """Return the ids of prompts. Raises UserError, naming the first that cannot be answered."""
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise UserError(f"prompts is {quoted(prompts)}: give a list of prompts")
@@ -150,7 +150,7 @@ class Engines:
             every.append(ids)
         return every
 
-    def _ids(self, name: str, prompt: Prompt) -> list[int]:
+    def _ids(self, name: str, prompt: AnyPrompt) -> list[int]:
         if isinstance(prompt, str):
             return list(self._tokenizer(prompt)["input_ids"])
         values: list[Any] = list(prompt)

@@ -39,7 +39,7 @@ from trainer.run import checkpoint
 from trainer.training.calls import Calls
 from trainer.training.data import CheckedDatum, Datum, checked, every_position, micro_batches
 from trainer.training.losses import LossFunction, NamedLoss, slopes_of
-from trainer.training.sampling import Engines, Prompt, Snapshot
+from trainer.training.sampling import AnyPrompt, Engines, WeightSnapshot
 from trainer.training.settings import settings_of
 
 _CALLS = "sampling_calls"  # the key of their number in a checkpoint
@@ -99,12 +99,12 @@ class Training:
         self._failed = False  # one of these calls has failed
         self._numbers = count(1)  # of weights, each of which has its own
         self._number = 0  # of the weights in training
-        self._held: Snapshot | None = None  # the snapshot in the place of the weights in training
+        self._held: WeightSnapshot | None = None  # the snapshot in the place of the weights in training
         self._aside: dict[str, Tensor] = {}  # the weights in training meanwhile
 
     @property
     def shifts(self) -> list[dict[str, float]]:
-        """What each shift of the engines has cost: seconds by phase, and bytes put away."""
+        """The cost of each shift of the engines: seconds by phase, and bytes put away."""
         return self._engines.shifts
 
     @property
@@ -214,7 +214,7 @@ class Training:
         data: Sequence[Datum],
         *,
         temperature: float | None = None,
-        weights: Snapshot | None = None,
+        weights: WeightSnapshot | None = None,
     ) -> list[Tensor]:
         """Return the log-probability of every target, also of those with weight 0: [N] float32,
         nats, of each datum.
@@ -226,7 +226,7 @@ class Training:
         self._compute_with(weights)
         return self._scores(rows, temperature)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> WeightSnapshot:
         """Return a copy of the trained weights, with which `sample` and `logprobs` can be called
         however many steps later.
 
@@ -234,16 +234,16 @@ class Training:
         """
         self._calls.begin("snapshot")
         self._compute_with(None)
-        return Snapshot(self.version, self._number, self._copies())
+        return WeightSnapshot(self.version, self._number, self._copies())
 
     def sample(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[AnyPrompt],
         n: int = 1,
         *,
         max_tokens: int | None = None,
         temperature: float | None = None,
-        weights: Snapshot | None = None,
+        weights: WeightSnapshot | None = None,
     ) -> list[list[Generation]]:
         """Return `n` answers to each prompt, on every rank, by engines with the present weights or
         those of a snapshot.
@@ -262,12 +262,12 @@ class Training:
 
     async def sample_async(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[AnyPrompt],
         n: int = 1,
         *,
         max_tokens: int | None = None,
         temperature: float | None = None,
-        weights: Snapshot | None = None,
+        weights: WeightSnapshot | None = None,
     ) -> list[list[Generation]]:
         """Do what `sample` does while other coroutines run, on one rank.
 
@@ -366,10 +366,10 @@ class Training:
     def _submit(
         self,
         name: str,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[AnyPrompt],
         n: int,
         changes: dict[str, Any],
-        weights: Snapshot | None,
+        weights: WeightSnapshot | None,
     ) -> tuple[list[list[int]], "Future[dict[int, Generation]]"]:
         """Start this rank's share of the answers, after a shift where one is needed. Collective.
 
@@ -395,10 +395,10 @@ class Training:
             self._engines.wake(number)
         return ids, self._engines.submit(ids, n, settings)
 
-    def _version(self, weights: Snapshot | None) -> int:
+    def _version(self, weights: WeightSnapshot | None) -> int:
         return self.version if weights is None else weights.version
 
-    def _compute_with(self, weights: Snapshot | None) -> None:
+    def _compute_with(self, weights: WeightSnapshot | None) -> None:
         """Put the engines to sleep, and the weights of a snapshot, or those in training, in the
         policy. Collective.
         """
@@ -478,7 +478,7 @@ class Training:
         self.policy.drop_gradients()
 
 
-def _number(weights: Snapshot | None) -> int | None:
+def _number(weights: WeightSnapshot | None) -> int | None:
     return None if weights is None else weights.number
 
 
