@@ -50,7 +50,8 @@ def engine_processes() -> list[psutil.Process]:
     children = [
         p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE
     ]
-    helpers = ("resource_tracker", "forkserver")  # helpers of this process's own multiprocessing
+    # Helpers of this process's own multiprocessing, and with -n 0 the server of tests/support/forked.py
+    helpers = ("resource_tracker", "forkserver", "forked import serve")
     engines = [p for p in children if p.pid != forkserver._server._forkserver_pid]
     return [p for p in engines if not any(helper in " ".join(p.cmdline()) for helper in helpers)]
 
