@@ -136,7 +136,9 @@ def write_config(folder: Path, preset: str, dtype: str, hybrid: bool = False) ->
             "linear_num_value_heads": heads,
             "linear_key_head_dim": 2 * hidden // heads,
             "linear_value_head_dim": 2 * hidden // heads,
-            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4),
+            "layer_types": [
+                "full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(layers)
+            ],
         }
         dense: dict[str, Any] = {"intermediate_size": intermediate, "tie_word_embeddings": True}
         dense |= {"head_dim": hidden // heads, "architectures": ["Qwen3_5ForCausalLM"]}
