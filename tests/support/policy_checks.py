@@ -36,7 +36,7 @@ from trainer.config.schema import ModelConfig, PolicyConfig
 from trainer.learning.batching import deal, micro_batches
 from trainer.policy import FrozenPolicy, FsdpPolicy, Outputs, fsdp
 from trainer.policy.buffers import ROUTE_BIASES
-from trainer.policy.fused import fuse
+from trainer.policy.fused import Fused, fuse
 from trainer.policy.hf_format import build_meta_model
 from trainer.policy.module import PolicyModule, outputs
 from trainer.policy.optimizer import TrainingDiverged
@@ -251,7 +251,7 @@ def weights(policy: FsdpPolicy) -> dict[str, Tensor]:
 
 def compile_without_code(patch: pytest.MonkeyPatch) -> None:
     """Leave out the code generator, which is PyTorch's and takes a minute, where layers are compiled."""
-    patch.setattr(fsdp, "fuse", partial(fuse, backend="aot_eager"))
+    patch.setattr(fsdp, "fuse", partial(fuse, make=partial(Fused, backend="aot_eager")))
     torch._dynamo.reset()
 
 

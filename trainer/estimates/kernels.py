@@ -3,25 +3,36 @@
 Nothing is assumed about a family: its own code runs, forward and backward, on the meta device, and
 every operation that would be a kernel on a GPU is noted with the bytes of its inputs and outputs.
 Attention counts as one kernel, as the trainer computes it. Caches, and operations that PyTorch
-fuses on a GPU alone, make the true traffic smaller. Kernels that `policy.compile` saves are not
-subtracted.
+fuses on a GPU alone, make the true traffic smaller.
+
+What `policy.compile` fuses is counted by its inputs and outputs: a kernel for each shape of its
+results, which reads in backward what eager autograd would keep of the inputs. A weight's gradient
+is a sum over tokens, so it takes two more kernels and reads its operands once more. What Inductor
+generates may be less, as it may join the two.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionInterface, PreTrainedModel
 
 from trainer.config.model_file import EXPERT_KEYS, model_config
 from trainer.config.schema import TrainConfig
 from trainer.errors import UserError
 from trainer.model_structure import decoder
+from trainer.policy.fused import Pointwise, fuse
 from trainer.policy.hf_format import build_meta_model
 from trainer.policy.lora import add_adapters
 
@@ -59,18 +70,32 @@ class PassCount:
 
     Attributes:
         kernels: number of kernels, however many tokens there are.
+        products: number of those that are matrix products.
+        token_operations: floating-point operations of these per token.
         token_bytes: bytes read and written per token, without those of wide products.
     """
 
     kernels: float = 0.0
     token_bytes: float = 0.0
+    products: float = 0.0
+    token_operations: float = 0.0
 
     def __add__(self, other: "PassCount") -> "PassCount":
-        return PassCount(self.kernels + other.kernels, self.token_bytes + other.token_bytes)
+        return PassCount(
+            self.kernels + other.kernels,
+            self.token_bytes + other.token_bytes,
+            self.products + other.products,
+            self.token_operations + other.token_operations,
+        )
 
     def times(self, factor: float) -> "PassCount":
         """Return the count of `factor` such passes."""
-        return PassCount(factor * self.kernels, factor * self.token_bytes)
+        return PassCount(
+            factor * self.kernels,
+            factor * self.token_bytes,
+            factor * self.products,
+            factor * self.token_operations,
+        )
 
 
 @dataclass(frozen=True)
@@ -98,6 +123,8 @@ def count_kernels(config: TrainConfig, path: str, rows: int, length: int) -> Ker
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.config._attn_implementation = _COUNTED_ATTENTION
+    if config.policy.backend == "fsdp" and config.policy.compile is not False:
+        fuse(model, _counted)
     layers = decoder(model).layers
     repeated: dict[int, int] = {}  # how often a kind occurs, by the index of its first layer
     first_of: dict[Any, int] = {}
@@ -133,11 +160,11 @@ def _trunk_counts(model: PreTrainedModel, layers: nn.ModuleList, rows: int, leng
     positions = torch.arange(length, device="meta").expand(rows, length)
     trunk.layers = layers
     try:
-        with _Counter() as forward:
+        with KernelCounter() as forward:
             result = trunk(
                 inputs_embeds=hidden, position_ids=positions, use_cache=False
             ).last_hidden_state
-        with _Counter() as backward:
+        with KernelCounter() as backward:
             torch.autograd.backward([result], [torch.empty_like(result)])
     except Exception as error:  # the model's own code may raise anything
         reason = f"{type(model).__name__} does not run on tensors without data ({type(error).__name__})"
@@ -146,19 +173,22 @@ def _trunk_counts(model: PreTrainedModel, layers: nn.ModuleList, rows: int, leng
         trunk.layers = every_layer
         model.zero_grad()
     tokens = rows * length
-    return KernelCounts(
-        PassCount(forward.kernels, forward.bytes / tokens),
-        PassCount(backward.kernels, backward.bytes / tokens),
-    )
+    return KernelCounts(forward.per_token(tokens), backward.per_token(tokens))
 
 
-class _Counter(TorchDispatchMode):
+class KernelCounter(TorchDispatchMode):
     """Counts the operations that are kernels on a GPU, and the bytes of their tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kernels = 0
         self.bytes = 0
+        self.products = 0
+        self.operations = 0
+
+    def per_token(self, tokens: int) -> PassCount:
+        """Return the counts of a pass of so many tokens."""
+        return PassCount(self.kernels, self.bytes / tokens, self.products, self.operations / tokens)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
@@ -176,9 +206,63 @@ class _Counter(TorchDispatchMode):
             self.bytes += 3 * _bytes(inputs[-1:]) + _bytes(inputs[1:-1])
         else:
             moved = _bytes(inputs) + _bytes(outputs)
-            if name not in _PRODUCTS or _operations(name, inputs, outputs) < WIDE * moved:
+            operations = _operations(name, inputs, outputs)
+            self.operations += operations
+            self.products += operations > 0
+            if not operations or operations < WIDE * moved:
                 self.bytes += moved
         return result
+
+
+def _counted(body: Pointwise) -> Pointwise:
+    """Return the body as what counts as one kernel, forward and backward."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        weights = [weight for arg in args if isinstance(arg, nn.Module) for weight in arg.parameters()]
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        return _OneKernel.apply(partial(body, *args, **options), len(tensors), *tensors, *weights)
+
+    return call
+
+
+class _OneKernel(torch.autograd.Function):
+    """A fused body on tensors without data, whose gradients are no more than shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, body: Pointwise, tensors: int, *operands: Tensor) -> Any:
+        kept: list[Tensor] = []
+        pack = saved_tensors_hooks(kept.append, lambda packed: packed)
+        with _disable_current_modes(), torch.enable_grad(), pack:
+            result = body()
+        results = tree_leaves(result)
+        storages = {tensor.untyped_storage()._cdata for tensor in kept}
+        reads = [x for x in operands if x.untyped_storage()._cdata in storages]
+        ctx.reads = operands if len(storages) > len(reads) else reads
+        ctx.operands = operands
+        ctx.tensors = tensors
+        _count(len({tensor.shape for tensor in results}), [*operands, *results])
+        return tree_map(Tensor.detach, result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        needed = ctx.needs_input_grad[2:]
+        found = [
+            torch.empty_like(x) if need else None for x, need in zip(ctx.operands, needed, strict=True)
+        ]
+        of_tensors = [x for x in found[: ctx.tensors] if x is not None]
+        _count(len({tensor.shape for tensor in of_tensors}), [*gradients, *ctx.reads, *of_tensors])
+        for weight in found[ctx.tensors :]:
+            if weight is not None:
+                _count(2, [*gradients, *ctx.reads, weight])
+        return None, None, *found
+
+
+def _count(kernels: int, moved: list[Tensor]) -> None:
+    """Count fused kernels that read and write the tensors `moved`."""
+    counter = _get_current_dispatch_mode()
+    if isinstance(counter, KernelCounter):
+        counter.kernels += kernels
+        counter.bytes += _bytes(moved)
 
 
 def _bytes(tensors: list[Tensor]) -> int:
@@ -186,9 +270,15 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 def _operations(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
-    """Return the operations of a product; the last size of its left factor is summed over."""
+    """Return the operations of a product, whose left factor's last size is summed over; 0 for
+    others.
+    """
+    if name not in _PRODUCTS:
+        return 0
     left = inputs[1] if name in ("addmm", "baddbmm") else inputs[0]
-    return 2 * left.shape[-1] * outputs[0].numel()
+    # The experts' weights' gradients: each sums over its own tokens
+    groups = len(outputs[0]) if left.ndim < outputs[0].ndim else 1
+    return 2 * left.shape[-1] * outputs[0].numel() // groups
 
 
 @torch.library.custom_op("hotbunk::counted_attention", mutates_args=())

@@ -39,8 +39,8 @@ _GATED_MLP = re.compile(
 )
 """The whole forward of a gated MLP; its form is the same in some 130 classes of Transformers."""
 
-Backend = str | Callable[..., Any]
-"""A backend of torch.compile; plans count kernels with one of their own."""
+Pointwise = Callable[..., Any]
+"""A pointwise function of modules and of tensors [..., width]."""
 
 
 def is_fused(policy: PolicyConfig, device_type: str) -> bool:
@@ -59,7 +59,7 @@ class Fused:
     The last dimension of its tensors is the model's, and the others are the batch's.
     """
 
-    def __init__(self, body: Callable[..., Any], backend: Backend) -> None:
+    def __init__(self, body: Pointwise, backend: str | Callable[..., Any] = "inductor") -> None:
         """Compile `body` when it is called; other models that have it share what was compiled."""
         self.body = body
         # With the forward kernel, so that what the compiler lacks is found in a first pass
@@ -86,12 +86,12 @@ class Fused:
             ) from error
 
 
-def fuse(model: PreTrainedModel, backend: Backend = "inductor") -> list[str]:
+def fuse(model: PreTrainedModel, make: Callable[[Pointwise], Pointwise] = Fused) -> list[str]:
     """Fuse the pointwise parts of the model's decoder, and return the names of those that none of
-    its modules has in a known form.
+    its modules has in a known form. Plans `make` something that counts kernels.
     """
     fused = dict.fromkeys(("norms", "rotary embeddings", "gates of MLPs"), 0)
-    one = lru_cache(maxsize=None)(partial(Fused, backend=backend))  # for all layers
+    one = lru_cache(maxsize=None)(make)  # for all layers
     for module in decoder(model).modules():
         if "forward" in vars(module):  # replaced by somebody else
             continue
@@ -121,7 +121,7 @@ def _gated_halves(activation: Callable[[Tensor], Tensor], both: Tensor) -> Tenso
     return activation(gate) * up
 
 
-def _gated_mlp(mlp: Any, product: Fused, hidden: Tensor) -> Any:
+def _gated_mlp(mlp: Any, product: Pointwise, hidden: Tensor) -> Any:
     return mlp.down_proj(product(mlp.act_fn, mlp.gate_proj(hidden), mlp.up_proj(hidden)))
 
 
@@ -134,7 +134,7 @@ def _is_gated_mlp(kind: type[nn.Module]) -> bool:
     return _GATED_MLP.fullmatch(source.strip()) is not None
 
 
-def _rotary_function(kind: type[nn.Module]) -> Callable[..., Any] | None:
+def _rotary_function(kind: type[nn.Module]) -> Pointwise | None:
     """Return the function by which the class's forward applies rotary embeddings; None if it has no
     such call.
     """

@@ -1,5 +1,6 @@
 """Kernels that are counted on tensors without data: against whole trunks, against counts by hand, and in the plan."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,20 +18,79 @@ from trainer.estimates.kernels import KernelCounts, PassCount, count_kernels
 from trainer.estimates.model_sizes import model_sizes
 from trainer.estimates.time import _BLOCK_KERNELS, _LOGIT_BYTES, LAUNCH, Lengths, step_costs
 from trainer.model_structure import decoder
+from trainer.policy.fused import fuse
 from trainer.policy.hf_format import build_meta_model
 from trainer.policy.logprobs import block_shape, cuda_block_elements, target_logprobs
+
+SMALL = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+}
+"""Sizes of Qwen3-0.6B, where they differ from those of Qwen3-4B."""
+
+COUNTED = (
+    "Qwen/Qwen3-4B",
+    "Qwen/Qwen3-0.6B",
+    "meta-llama/Llama-3.1-8B-Instruct",
+    "google/gemma-3-4b-it",
+    "Qwen/Qwen3.5-9B",
+    "Qwen/Qwen3-30B-A3B",
+)
+
+
+def layer(name: str, folder: Path, compile: bool | None) -> tuple[float, float, float]:
+    """Return kernels, products and gigabytes of a layer of a released model, which is recomputed, at 16,384 tokens."""
+    if name == "Qwen/Qwen3-0.6B":
+        write_config("Qwen/Qwen3-4B", folder, **SMALL)
+    else:
+        write_config(name, folder)
+    plan = recipe(folder, policy={"dtype": "bfloat16", "compile": compile})
+    counts = count_kernels(plan, str(folder), rows=16, length=1024)
+    config = json.loads((folder / "config.json").read_text())
+    layers = (config.get("text_config") or config)["num_hidden_layers"]
+    passes = (counts.forward.times(2) + counts.backward).times(1 / layers)
+    return passes.kernels, passes.products, 16_384 * passes.token_bytes / 1e9
 
 
 def test_a_layer_of_qwen3_4b_launches_what_was_counted_by_hand(tmp_path: Path) -> None:
     """Forward: 4 norms of 7 kernels, 7 products, 14 of rotary embeddings, SiLU, its product, 2 sums, attention."""
-    write_config("Qwen/Qwen3-4B", tmp_path)
-    counts = count_kernels(
-        recipe(tmp_path, policy={"dtype": "bfloat16"}), str(tmp_path), rows=16, length=1024
-    )
     norms, products, rotary = 4 * 7, 7, 14
+    write_config("Qwen/Qwen3-4B", tmp_path)
+    plan = recipe(tmp_path, policy={"dtype": "bfloat16", "compile": False})
+    counts = count_kernels(plan, str(tmp_path), rows=16, length=1024)
     assert counts.forward.kernels / 36 == norms + products + rotary + 2 + 2 + 1
-    gigabytes = 16_384 * (counts.forward.times(2) + counts.backward).token_bytes / 36 / 1e9
-    assert gigabytes == pytest.approx(43.8, abs=0.5)
+    assert counts.forward.products / 36 == products
+
+
+def test_a_fused_layer_of_qwen3_4b_moves_what_follows_from_its_shapes(
+    tmp_path: Path,
+) -> None:
+    """The same by hand: bytes of bfloat16 per token, those of a norm with the sums for its weight."""
+    hidden, inner, queries, keys = 2560, 9728, 4096, 1024
+    # 4 norms, 7 products, 2 of rotary embeddings, 1 of the gate, 2 sums, attention
+    forward = 4 + 7 + 2 + 1 + 2 + 1
+    # Norms with their weights' sums, products, 2, 1, residuals and sums of operands' gradients, attention
+    backward = 4 * 3 + 14 + 2 + 1 + 5 + 1
+    normed = 2 * hidden + queries + keys
+    rotated = queries + keys
+    attention = 2 * queries + 2 * keys
+    rotary = 2 * rotated + 2 * 128
+    values = 2 * normed + rotary + 3 * inner + 2 * 3 * hidden + attention
+    gradients = 5 * normed + rotary + 5 * inner + 5 * 3 * hidden + 2 * attention
+    kernels, products, gigabytes = layer("Qwen/Qwen3-4B", tmp_path, None)
+    assert (kernels, products) == (2 * forward + backward, 28)
+    assert gigabytes == pytest.approx(16_384 * 2 * (2 * values + gradients) / 1e9, rel=0.02)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_counts_are_those_of_the_benchmarks_page(name: str, tmp_path: Path) -> None:
+    (kernels, _, gigabytes), (fused_kernels, _, fused_gigabytes) = (
+        layer(name, tmp_path, compile) for compile in (False, None)
+    )
+    counts = f"{kernels:.0f} → {fused_kernels:.0f} | {gigabytes:.1f} → {fused_gigabytes:.1f}"
+    assert f"| {name} | {counts} |" in Path("docs/benchmarks.md").read_text()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3", "qwen3_next", "gpt_oss"])
@@ -42,6 +102,7 @@ def test_the_sum_over_kinds_of_layers_is_the_count_of_the_whole_trunk(
     counts = count_kernels(plan, str(tmp_path), rows=2, length=64)
     model = build_meta_model(tmp_path, plan.model, torch.bfloat16, torch.device("meta"))
     model.config.get_text_config()._attn_implementation = kernels._COUNTED_ATTENTION
+    fuse(model, kernels._counted)
     layers = decoder(model).layers
     entire = kernels._trunk_counts(model, layers, 2, 64)
     none = kernels._trunk_counts(model, layers[:0], 2, 64)
@@ -77,7 +138,7 @@ def test_bytes_and_kernels_of_the_head_are_those_of_its_code(monkeypatch: pytest
     )
     targets = torch.empty(tokens, dtype=torch.int64, device="meta")
     block = block_shape(cuda_block_elements(80 << 30), vocabulary)
-    with kernels._Counter() as counter:
+    with kernels.KernelCounter() as counter:
         logprobs, _ = target_logprobs(hidden, weight, None, targets, block=block)
         torch.autograd.grad([logprobs], [hidden, weight], [torch.empty_like(logprobs)])
     blocks = tokens * vocabulary / (block[0] * block[1])
@@ -108,7 +169,7 @@ def test_the_one_measured_update_takes_at_most_twice_the_planned_seconds(tmp_pat
     common.write_config(tmp_path, "0.5B", "bfloat16")
     sections = {
         "run": {"device": "cuda"},
-        "policy": {"dtype": "bfloat16", "activation_checkpointing": "none"},
+        "policy": {"dtype": "bfloat16", "activation_checkpointing": "none", "compile": False},
         "batch": {"prompts_per_step": 64, "tokens_per_micro_batch": 16_384},
         "algorithm": {"group_size": 1},
     }
