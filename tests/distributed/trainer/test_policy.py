@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sharding.send.source import local_part
 from tests.support import policy_checks as checks
 from tests.support.rank_checks import Failures, failures_of
 from trainer.config.schema import LoraConfig, ModelConfig, PolicyConfig
@@ -18,6 +19,7 @@ from trainer.learning.batching import micro_batches
 from trainer.policy import FsdpPolicy
 from trainer.policy.hf_format import build_meta_model, checkpoint_views
 from trainer.policy.hf_saving import save_pretrained
+from trainer.policy.module import outputs
 
 BY_KIND = pytest.mark.parametrize(("kind", "tied"), checks.KINDS)
 
@@ -84,6 +86,30 @@ def test_compiled_norms_rotations_and_gates_have_plain_gradients_in_few_graphs(
     assert 0 < counted["stats"]["unique_graphs"] <= 8, (
         "few graphs: norm, rotary embedding and gate, with and without gradients"
     )
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
+def test_norms_of_gradients_are_the_plain_ones_and_leave_everything_as_it_was(
+    one_rank: None, models: Path, kind: str
+) -> None:
+    batches = checks.own_batches(checks.make_samples(), 33, packing=True)
+    policies = [checks.make_policy(checks.model_folder(models, kind, False)) for _ in range(2)]
+    before = torch.get_rng_state(), policies[0].work.tokens
+    norms = policies[0].gradient_norms(batches, checks.TEMPERATURE)
+    assert torch.equal(torch.get_rng_state(), before[0]) and policies[0].work.tokens == before[1]
+    assert all(parameter.grad is None for parameter in policies[0].trained().values())
+    plain = policies[1].module.train()
+    for batch in batches:
+        result = outputs(plain, batch, checks.TEMPERATURE)
+        ((result.logprobs + result.entropy) * batch.loss_mask).sum().backward()
+    for norm, parameter in zip(norms, policies[1].trained().values(), strict=True):
+        gradient = 0.0 if parameter.grad is None else local_part(parameter.grad).norm()
+        assert float(norm) == pytest.approx(float(gradient), rel=1e-4, abs=1e-6)
+    policies[1].optimizer.zero_grad()
+    stats = [
+        policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE) for policy in policies
+    ]
+    assert stats[0] == stats[1] and norms.norm() > 0
 
 
 @pytest.mark.parametrize("compile", [False, True])
