@@ -1,5 +1,6 @@
 """Data for `hotbunk.Training`, and checks of it that one rank and two run alike."""
 
+import asyncio
 import random
 import time
 from collections.abc import Sequence
@@ -215,6 +216,31 @@ def check_saving(folder: Path) -> None:
         training.save(folder / "by_two")
 
 
+def check_samples(folder: Path) -> None:
+    """All ranks have the answers of both engines, with the policy's log-probabilities, after updates as well."""
+    engine = {"max_model_len": 64, "kv_cache_gib": 0.0625}
+    prompts = [[5, 6, 7], [8, 9], [10]]
+    with make(folder / "model", engine=engine) as training:
+        for version in range(2):
+            groups = training.sample(prompts, 3, max_tokens=6)
+            answers = [answer for group in groups for answer in group]
+            assert [answer.prompt_ids for answer in answers] == [p for p in prompts for _ in range(3)]
+            assert {answer.weight_version for answer in answers} == {version}
+            tokens = [answer.token_ids for answer in answers]
+            assert exchange(tokens) == [tokens, tokens] and len({*map(tuple, tokens)}) == 9
+            scores = training.logprobs([Datum.answer(a.prompt_ids, a.token_ids) for a in answers])
+            for answer, score in zip(answers, scores, strict=True):
+                got = torch.tensor(answer.logprobs)
+                torch.testing.assert_close(score[-len(got) :], got, rtol=0, atol=1e-5)
+            training.forward_backward(random_data(6))
+            training.optim_step(1e-3)
+        with pytest.raises(UserError, match="sample_async works on one rank: call sample"):
+            asyncio.run(training.sample_async(prompts))
+        snapshot = training.snapshot()
+        with pytest.raises(UserError, match="ranks 0 and 1 have different data in call"):
+            training.sample(prompts, weights=snapshot if rank() else None)
+
+
 def checks_of(folder: Path) -> Checks:
     model = folder / "model"
     return {
@@ -223,6 +249,7 @@ def checks_of(folder: Path) -> Checks:
         "recipe with adapters": lambda: check_recipe(model, 4),
         "as one rank": lambda: check_as_one_rank(folder),
         "differences": lambda: check_differences(folder),
+        "samples": lambda: check_samples(folder),
         "saving": lambda: check_saving(folder),
     }
 
