@@ -65,11 +65,33 @@ names = runpy.run_path(PATH)
 names["main"].__globals__["STEPS"] = 1000
 names["main"]()
 """
+_TRAINING = """
+import sys
+import tempfile
+from hotbunk import Datum, Training
+print("begun", flush=True)
+engine = {"max_model_len": 64, "kv_cache_gib": 0.03125}
+with Training(sys.argv[1], lora_rank=4, policy={"dtype": "float32"}, engine=engine) as training:
+    while True:
+        answers = training.sample([[5, 6, 7]], n=4, max_tokens=4)
+        print("ready", flush=True)
+        data = [Datum.answer(a.prompt_ids, a.token_ids, logprobs=a.logprobs, advantage=1.0) for a in answers[0]]
+        training.forward_backward(data, "ppo")
+        training.forward_backward(data, lambda data, logprobs: -sum(p.sum() for p in logprobs))
+        training.optim_step(1e-4)
+        training.logprobs(data)
+        weights = training.snapshot()
+        training.save("saved")
+        training.load("saved")
+        training.sample([[5, 6, 7]], n=4, max_tokens=4, weights=weights)
+        print("used", flush=True)
+"""
 PROGRAMS = {
     "service": _SERVICE.replace("BACKEND", "'local'"),
     "ray": _SERVICE.replace("BACKEND", "'ray'"),
     "generation": _GENERATION,
     "accelerate": ROOT / "scripts/examples/accelerate_loop.py",
+    "training": _TRAINING,
     "reinforce": _REINFORCE.replace("PATH", repr(str(ROOT / "scripts/examples/reinforce_loop.py"))),
 }
 """The kinds of program: texts, or files; each takes the folder of a model."""

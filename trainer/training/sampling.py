@@ -1,18 +1,18 @@
 """The engines of a `Training`: their shifts, and answers to many prompts at once."""
 
 import asyncio
-import tempfile
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from generation import guardian
 from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.exact_ids import Generation
@@ -124,8 +124,13 @@ class Engines:
                 put_to_sleep(self._leader, config.engine.start_timeout_s)
         finally:
             self._policy.restore()
-        folder = self.resources.enter_context(tempfile.TemporaryDirectory(prefix="hotbunk-"))
-        sharding = build_sharding(config, self._policy, self._leader, Path(folder))
+        if self._leader is None:  # another rank leads the engine of this rank's device
+            folder, lock = guardian.private_folder("weights")
+            self.resources.callback(os.close, lock)
+            self.resources.callback(guardian.remove, folder)
+        else:
+            folder = self._leader.engine.folder
+        sharding = build_sharding(config, self._policy, self._leader, folder)
         assert isinstance(sharding, ShardingManager)  # since engines share the ranks' devices
         self.resources.enter_context(closing(sharding))
         sharding.connect()

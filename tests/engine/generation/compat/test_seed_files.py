@@ -133,7 +133,9 @@ def test_a_page_is_a_program_that_ends_without_a_word(
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("kind", "event"), [("service", "used"), ("accelerate", "engine")])
+@pytest.mark.parametrize(
+    ("kind", "event"), [("service", "used"), ("accelerate", "engine"), ("training", "ready")]
+)
 def test_nothing_is_left_of_a_program_that_is_killed(
     kind: str, event: str, tiny_model: TinyModel
 ) -> None:
