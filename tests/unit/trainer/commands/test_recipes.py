@@ -91,7 +91,7 @@ def test_a_recipe_starts_dry(
         text = json.dumps(row if sees else {"question": "1 + 1", "answer": "2"}) + "\n"
         (data / f"{split}.jsonl").write_text(text * (600 if sees else 1))
     words = ["--model.path", str(model), "--run.output_dir", str(tmp_path), "--data.path", str(data)]
-    words += ["--data.subset", "null"]
+    words += ["--data.subset", "null", "--reward.timeout_s", "300"]  # a busy machine judges slowly
     for dataset in config["eval"]["datasets"]:
         words += [
             f"--eval.datasets.{dataset}.path",
