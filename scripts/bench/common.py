@@ -22,7 +22,7 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from transformers import Qwen2Config, Qwen3_5TextConfig, Qwen3MoeConfig
+from transformers import Lfm2Config, Qwen2Config, Qwen3_5TextConfig, Qwen3MoeConfig
 
 from generation.engine.engine import Engine, Leader
 from generation.engine.settings import EngineSettings
@@ -107,7 +107,7 @@ def start(
     processes.run(main)
 
 
-def write_config(folder: Path, preset: str, dtype: str, hybrid: bool = False) -> Path:
+def write_config(folder: Path, preset: str, dtype: str, hybrid: str = "") -> Path:
     """Return a model folder that holds a configuration and nothing else; returns it."""
     sizes, experts, top_k = MIXTURES.get(preset) or (PRESETS[preset], 0, 0)
     hidden, intermediate, layers, heads, kv_heads, vocabulary = sizes
@@ -120,6 +120,7 @@ def write_config(folder: Path, preset: str, dtype: str, hybrid: bool = False) ->
         "max_position_embeddings": 4096,
         "dtype": dtype,
     }
+    dense: dict[str, Any]
     if experts:
         moe = {
             "num_experts": experts,
@@ -129,20 +130,18 @@ def write_config(folder: Path, preset: str, dtype: str, hybrid: bool = False) ->
         moe |= {"head_dim": hidden // heads, "tie_word_embeddings": False}
         Qwen3MoeConfig(**shape, **moe, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(folder)
     elif hybrid:
-        # As in Qwen3.5, three of four layers have gated delta rules, whose values are twice as wide
-        # as the hidden state
-        delta: dict[str, Any] = {
-            "linear_num_key_heads": heads // 2,
-            "linear_num_value_heads": heads,
-            "linear_key_head_dim": 2 * hidden // heads,
-            "linear_value_head_dim": 2 * hidden // heads,
-            "layer_types": [
-                "full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(layers)
-            ],
-        }
-        dense: dict[str, Any] = {"intermediate_size": intermediate, "tie_word_embeddings": True}
+        mixer = {"lfm2": "conv", "qwen3_5": "linear_attention"}[hybrid]
+        dense = {"intermediate_size": intermediate, "tie_word_embeddings": True}
+        dense["layer_types"] = [mixer if layer % 4 < 3 else "full_attention" for layer in range(layers)]
+        if hybrid == "lfm2":
+            dense |= {"architectures": ["Lfm2ForCausalLM"], "block_auto_adjust_ff_dim": False}
+            Lfm2Config(**shape, **dense).save_pretrained(folder)
+            return folder
+        # The values of gated delta rules are twice as wide as the hidden state, as in Qwen3.5
+        dense |= {"linear_num_key_heads": heads // 2, "linear_num_value_heads": heads}
+        dense |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 2 * hidden // heads)
         dense |= {"head_dim": hidden // heads, "architectures": ["Qwen3_5ForCausalLM"]}
-        Qwen3_5TextConfig(**shape, **dense, **delta).save_pretrained(folder)
+        Qwen3_5TextConfig(**shape, **dense).save_pretrained(folder)
     else:
         dense = {"intermediate_size": intermediate, "tie_word_embeddings": True}
         Qwen2Config(**shape, **dense, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)

@@ -125,6 +125,13 @@ def test_slices_are_compared_with_steps_that_wait_for_their_longest_answer(tmp_p
     assert 0 < max(ages) <= 4 and "at most 4 steps old" in printed
 
 
+def test_a_hybrids_prompts_are_counted_for_each_answer_in_its_mixers_alone(tmp_path: Path) -> None:
+    sizes = ("--hybrid", "lfm2", "--preset", "1M", "--shapes", "4:128:16", "--rounds", "1")
+    figures, printed = run("prefixes.py", tmp_path, *sizes)
+    assert figures["4:128:16"]["tokens"] == {"packed": 4 * 143, "shared": 128 + 4 * 15}
+    assert 1.2 < figures["4:128:16"]["theory"] < 2.5 and "1M lfm2" in printed
+
+
 def test_prompts_computed_once_are_counted_timed_and_compared_with_theory(tmp_path: Path) -> None:
     """The script itself checks that both variants have the same gradient."""
     sizes = ("--preset", "1M", "--shapes", "4:128:16", "nothing in common", "--rounds", "1")
