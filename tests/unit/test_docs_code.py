@@ -24,7 +24,7 @@ from trainer.config.recipe import known_keys
 from trainer.config.schema import TrainConfig
 
 BLOCK = re.compile(
-    r"(?:^<!-- not run by the tests: (.+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+    r"(?:^<!-- not run by the tests: ([^\n]+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
 COMMAND = re.compile(r"^(\$ |bash |\.venv/bin/|python |hotbunk \w+ )", re.MULTILINE)
 
@@ -126,7 +126,7 @@ def check(words: list[str]) -> None:
         words = words[words.index("hotbunk") :]
     if words[:3] == ["python", "-m", "pdb"]:
         words = words[words.index("-m", 2) + 1 :]
-    if words[0] == "export" or "pytest" in words:
+    if words[0] in ("cd", "export", "git") or "pytest" in words:
         return
     if words[0] in ("hotbunk", "trainer"):
         words = [".venv/bin/hotbunk", *words[1:]]
