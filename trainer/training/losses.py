@@ -119,10 +119,8 @@ def slopes_of(
     if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
         what = "a scalar tensor computed from the log-probabilities"
         raise UserError(f"the loss {name} returned {type(loss).__name__}: return {what}")
-    slopes = torch.autograd.grad(loss, leaves, allow_unused=True)
-    filled = [
-        torch.zeros_like(x) if slope is None else slope for x, slope in zip(leaves, slopes, strict=True)
-    ]
-    if not all(slope.isfinite().all() for slope in (loss, *filled)):
+    slopes = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    if not all(slope.isfinite().all() for slope in (loss, *slopes)):
         raise UserError(f"the loss {name}, or its gradient, is not finite: look at the data's values")
-    return list(slopes), loss.item(), {key: float(value) for key, value in figures.items()}
+    numbers = {key: float(torch.as_tensor(value).detach()) for key, value in figures.items()}
+    return list(slopes), loss.item(), numbers

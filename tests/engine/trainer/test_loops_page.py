@@ -11,11 +11,9 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.support.training_checks import plain_logprobs, plain_model
-from tests.unit.test_docs_code import BLOCK
 
-BLOCKS = [
-    code for _, kind, code in BLOCK.findall((ROOT / "docs/loops.md").read_text()) if kind == "python"
-]
+PAGE = (ROOT / "docs/loops.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture

@@ -133,6 +133,23 @@ def test_a_program_run_twice_or_continued_from_a_save_has_the_same_bits(
         assert_equal(continued[1], second[1])
 
 
+def test_ctrl_c_in_a_sample_leaves_the_training_usable(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(future: Any, timeout: Any = None) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("concurrent.futures.Future.result", interrupted)
+        if not training._engines.has(training._number):  # a shift waits for futures, too
+            patch.undo()
+            training.sample(PROMPTS, max_tokens=4)
+            patch.setattr("concurrent.futures.Future.result", interrupted)
+        training.sample(PROMPTS, max_tokens=40)
+    step(training, 6)
+    assert len(ids(training.sample(PROMPTS, max_tokens=4))) == 3
+
+
 @pytest.mark.parametrize(
     ("prompts", "keys", "sentence"),
     [

@@ -146,6 +146,15 @@ def test_a_function_of_logprobs_equals_the_loss_of_that_name(training: Training)
     assert_equal(gradients_of(training), expected)
 
 
+def test_data_that_a_function_leaves_out_have_no_gradient(training: Training) -> None:
+    data = random_data(3)
+    training.forward_backward([replace(data[1], weights=None)], "cross_entropy")
+    expected = gradients_of(training)
+    training._drop()
+    training.forward_backward(data, lambda given, logprobs: -logprobs[1].sum())
+    assert_equal(gradients_of(training), expected, 1e-5)
+
+
 def test_steps_equal_transformers_and_torchs_adamw(tiny_qwen3: Path) -> None:
     """Twenty steps with changing rates, betas, eps, decay and bounds of the norm."""
     model = plain_model(tiny_qwen3)
