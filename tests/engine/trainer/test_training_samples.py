@@ -63,7 +63,7 @@ def test_snapshots_stay_and_training_goes_on_as_if_none_was_used(training: Train
         assert ids(training.sample(PROMPTS, max_tokens=8, temperature=0, weights=weights)) == answers
         for got, wanted in zip(training.logprobs(data, weights=weights), scores, strict=True):
             assert torch.equal(got, wanted)
-    assert len({str(answers) for _, answers, _ in first}) > 1
+    assert not torch.equal(first[0][2][0], first[1][2][0])
     training.forward_backward(data)  # which brings the weights in training back
     training._drop()
     assert_equal(weights_of(training), before)
@@ -131,23 +131,6 @@ def test_a_program_run_twice_or_continued_from_a_save_has_the_same_bits(
         continued = program(training)
         assert continued[0] == second[0]
         assert_equal(continued[1], second[1])
-
-
-def test_ctrl_c_in_a_sample_leaves_the_training_usable(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(future: Any, timeout: Any = None) -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("concurrent.futures.Future.result", interrupted)
-        if not training._engines.has(training._number):  # a shift waits for futures, too
-            patch.undo()
-            training.sample(PROMPTS, max_tokens=4)
-            patch.setattr("concurrent.futures.Future.result", interrupted)
-        training.sample(PROMPTS, max_tokens=40)
-    step(training, 6)
-    assert len(ids(training.sample(PROMPTS, max_tokens=4))) == 3
 
 
 @pytest.mark.parametrize(
