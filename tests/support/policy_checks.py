@@ -323,6 +323,15 @@ def check_gradients(
     assert_gradients_equal(got, plain_gradients(source, samples, name))
 
 
+def check_fused(folder: Path, **settings: Any) -> None:
+    """Gradients of fused norms, rotary embeddings and gates are those of plain Transformers in one process."""
+    torch._dynamo.utils.counters.clear()
+    with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(disable=False):
+        compile_without_code(patch)
+        check_gradients(folder, "qwen3", True, 33, "token_mean", packing=True, compile=True, **settings)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 def routed_samples(form: RouteFormat) -> list[Sample]:
     """Sample with random routes."""
     samples, generator = make_samples(), torch.Generator().manual_seed(2)
@@ -541,6 +550,9 @@ def two_ranks(folder: Path) -> Checks:
     for layers in ("every_second", "full"):
         checks[f"gradients recomputed {layers}"] = lambda layers=layers: check_gradients(
             folder, "qwen2", True, 33, "token_mean", packing=True, activation_checkpointing=layers
+        )
+        checks[f"gradients fused {layers}"] = lambda layers=layers: check_fused(
+            folder, activation_checkpointing=layers
         )
     for layers in ("none", "full"):
         checks[f"routed {layers}"] = lambda layers=layers: check_routed(
