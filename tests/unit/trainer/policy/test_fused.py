@@ -10,8 +10,14 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import config as inductor
+from torch.nn.functional import rms_norm, silu
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    apply_rotary_pos_emb,
+)
 
 from tests.support.families import make_family
 from tests.unit.trainer.policy.test_shared_prefixes import KINDS
@@ -20,7 +26,6 @@ from trainer.errors import UserError
 from trainer.model_structure import decoder
 from trainer.policy import fused
 from trainer.policy.fused import Fused, fuse, is_fused
-from trainer.policy.hf_format import checkpoint_activations
 from trainer.policy.lora import add_adapters
 from trainer.policy.shortcuts import Shortcut, without
 
@@ -96,16 +101,41 @@ def make_tiny(dtype: torch.dtype) -> PreTrainedModel:
     return model.to(dtype)
 
 
+def normed_rotated_and_gated(norm: Any, x: Tensor, y: Tensor, *angles: Tensor) -> Any:
+    queries, keys = apply_rotary_pos_emb(norm(x), norm(y), *angles)
+    return fused._gated(silu, queries, keys)
+
+
 def test_generated_kernels_are_as_near_to_float64_as_eager_ones() -> None:
-    """Those of Inductor for a CPU; tests/gpu has the test for CUDA, in bfloat16 as well."""
-    exact = passed(make_tiny(torch.float64))
-    model = make_tiny(torch.float32)
-    eager = distance(passed(model), exact)
-    assert not fuse(model)
-    compiled = distance(passed(model), exact)
-    assert 0 < compiled <= 1.2 * eager
-    checkpoint_activations(model, "full")
-    assert distance(passed(model), exact) == compiled
+    """Those of Inductor for a CPU, for all three parts in one graph, since each graph takes two compilations by g++.
+
+    tests/gpu has the test for CUDA, part by part and in bfloat16 as well.
+    """
+    draw = torch.Generator().manual_seed(0)
+    heads = [torch.randn(2, 4, 40, 32, generator=draw) for _ in range(2)]
+    turns = torch.rand(2, 40, 32, generator=draw) * 6
+    norm = Qwen3RMSNorm(32)
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5, generator=draw)
+
+    def computed(body: Any, module: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+        norm.zero_grad()
+        norm.to(dtype)
+        inputs = [head.to(dtype, copy=True).requires_grad_() for head in heads]
+        result = body(module, *inputs, turns.cos().to(dtype), turns.sin().to(dtype))
+        (result * (2 * turns[:, None] - 6).to(dtype)).sum().backward()
+        gradients = {str(index): head.grad for index, head in enumerate(inputs)}
+        return {"result": result.detach(), "weight": norm.weight.grad, **gradients}
+
+    plain = partial(rms_norm, normalized_shape=[32], weight=norm.weight, eps=norm.variance_epsilon)
+    exact = computed(normed_rotated_and_gated, plain, torch.float64)
+    eager = computed(normed_rotated_and_gated, norm, torch.float32)
+    # Neither try out instruction sets nor precompile headers: either takes longer than the kernels
+    with inductor.patch({"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}):
+        compiled = computed(Fused(normed_rotated_and_gated), norm, torch.float32)
+    for name, value in exact.items():
+        bound = 3 if name == "weight" else 1.2  # a sum over all tokens, in another order
+        far, near = (distance({name: tensors[name]}, {name: value}) for tensors in (eager, compiled))
+        assert 0 < near <= bound * far, name
 
 
 def test_adapters_in_a_gated_mlp_learn_the_same() -> None:
