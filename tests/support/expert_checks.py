@@ -118,6 +118,9 @@ def checks_of(even: Path) -> Checks:
         "routed": lambda: checks.check_routed(
             even, expert_parallel=2, activation_checkpointing="every_second"
         ),
+        "routed, products kept": lambda: checks.check_routed(
+            even, expert_parallel=2, activation_checkpointing="products"
+        ),
         "shared sequences": sequence_checks.sharing(
             2, lambda: sequence_checks.check_update(even, *MIXTURE, 33, expert_parallel=2)
         ),

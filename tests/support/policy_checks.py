@@ -547,7 +547,7 @@ def two_ranks(folder: Path) -> Checks:
             checks[f"gradients {kind} {tied} {packing}"] = lambda k=kind, t=tied, n=name, p=packing: (
                 check_gradients(folder, k, t, 33, n, p)
             )
-    for layers in ("every_second", "full"):
+    for layers in ("products", "every_second", "full"):
         checks[f"gradients recomputed {layers}"] = lambda layers=layers: check_gradients(
             folder, "qwen2", True, 33, "token_mean", packing=True, activation_checkpointing=layers
         )

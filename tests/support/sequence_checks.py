@@ -218,7 +218,7 @@ def two_ranks(folder: Path) -> Checks:
         )
     for budget in BUDGETS:
         run[f"update, budget {budget}"] = lambda b=budget: check_update(folder, "qwen2", True, b)
-    for layers in ("every_second", "full"):
+    for layers in ("products", "every_second", "full"):
         run[f"recomputed {layers}"] = lambda layers=layers: check_update(
             folder, "qwen3", True, 33, activation_checkpointing=layers
         )

@@ -214,6 +214,9 @@ def _check_backend(config: TrainConfig) -> Iterator[str]:
     fsdp_only = {"policy.compile": policy.compile, "critic.shared": config.critic.shared}
     fsdp_only["policy.shard_size"] = policy.shard_size is not None
     fsdp_only["policy.expert_parallel"] = policy.expert_parallel > 1
+    fsdp_only["policy.activation_checkpointing: products"] = (
+        policy.activation_checkpointing == "products"
+    )
     for key, chosen in fsdp_only.items():
         if chosen and policy.backend != "fsdp":
             yield f"{key} works with policy.backend: fsdp only"

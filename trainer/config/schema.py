@@ -363,10 +363,11 @@ class PolicyConfig(Section):
     max_grad_norm: Positive = key(
         1.0, "largest global gradient norm; gradients beyond it are scaled down to it"
     )
-    activation_checkpointing: Literal["none", "every_second", "full"] = key(
+    activation_checkpointing: Literal["none", "products", "every_second", "full"] = key(
         "none",
         "layers whose activations are recomputed in backward, which saves memory and costs time",
         none="no layers; also false",
+        products="fsdp only: all layers, but results of matrix products and of attention are kept",
         every_second="every second layer",
         full="all layers; also true",
     )

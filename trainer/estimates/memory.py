@@ -340,11 +340,28 @@ def attention_elements(policy: PolicyConfig, model: ModelSizes) -> tuple[int, in
     return heads * key_width, math.lcm(kv_heads, policy.sequence_parallel) * (key_width + value_width)
 
 
+def product_bytes(policy: PolicyConfig, model: ModelSizes) -> float:
+    """Return bytes per token of results that a layer keeps if all but products is recomputed.
+
+    They are queries, keys and values, attention's result with a float32 logarithm for each head,
+    the result of its last matrix, two tensors of the MLP's width, and the MLP's (experts') results.
+    """
+    (queries, keys_values) = attention_elements(policy, model)
+    hidden = model.config["hidden_size"]
+    elements = 2 * (queries + model.width) + keys_values + hidden + max(hidden, model.dispatched)
+    return compute_width(policy) * elements + _FLOAT32 * model.config["num_attention_heads"]
+
+
 def recomputed_layers(policy: PolicyConfig, model: ModelSizes) -> int:
-    """Return the number of layers that keep only their input, and recompute their activations."""
-    return {"none": 0, "every_second": (model.layers + 1) // 2, "full": model.layers}[
-        policy.activation_checkpointing
-    ]
+    """Return the number of layers that keep their input, and recompute their activations, with or
+    without products.
+    """
+    return {
+        "none": 0,
+        "products": model.layers,
+        "every_second": (model.layers + 1) // 2,
+        "full": model.layers,
+    }[policy.activation_checkpointing]
 
 
 def _kept_parts(config: TrainConfig, learner: _Learner, ranks: int) -> list[MemoryPart]:
@@ -518,8 +535,12 @@ def activation_bytes(
     inputs_kept = 0 if away else again
     kept = inputs_kept * w * hidden + (model.layers - again) * layer
     # With every_second, the first of each two layers is recomputed.
-    last_again = policy.activation_checkpointing == "full" or again > model.layers - again
+    last_again = again > model.layers - again
     working = layer if last_again else 0
+    if policy.activation_checkpointing == "products":
+        results = product_bytes(policy, model) * (1 + again_in_mixers)
+        kept += model.layers * results
+        working -= results
     working += w * 2 * (model.width + hidden + model.dispatched)
     if ways > 1:
         working += 2 * w * sum(attention_elements(policy, model))

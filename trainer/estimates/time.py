@@ -265,24 +265,26 @@ def _update(
     passes = algorithm.num_iterations
     compute = MATMUL * gpu.flops
     memory = MEMORY * gpu.memory_rate
-    share = recomputed_layers(policy, model) / model.layers
+    recomputed = recomputed_layers(policy, model) / model.layers
+    share = 0 if policy.activation_checkpointing == "products" else recomputed  # of the products
     trunk = model.flops.forward(*size._replace(targets=0))
     again = share * trunk + model.flops.forward(0, targets, 0)  # logits are recomputed, too
     products = (step_flops(config, model, ranks, lengths) + passes * again) / compute
-    counted = model.kernels.forward.times(1 + share) + model.kernels.backward
+    counted = model.kernels.forward.times(1 + recomputed) + model.kernels.backward
     logits = model.config["vocab_size"] * targets
     elementwise = passes * (counted.token_bytes * counted_tokens + _LOGIT_BYTES * logits) / memory
     yield Cost(
         "update: products",
         products,
-        remark=f"{tokens:,.0f} tokens a rank; recomputed layers: {share:.0%}",
+        remark=f"{tokens:,.0f} tokens a rank; computed again: {share:.0%}",
     )
     yield Cost("update: elementwise", elementwise, remark="norms, activations, logits: memory traffic")
     updates = config.batch.updates_per_step
     shared = counted_tokens * policy.sequence_parallel
     micro_batches = passes * updates * math.ceil(shared / updates / config.batch.tokens_per_micro_batch)
     blocks = passes * logits / cuda_block_elements(int(gpu.memory_gib * GIB))
-    kernels = micro_batches * counted.kernels + blocks * _BLOCK_KERNELS
+    launches = counted.kernels - (recomputed - share) * model.kernels.forward.products
+    kernels = micro_batches * launches + blocks * _BLOCK_KERNELS
     waited = max(0.0, kernels * LAUNCH - products - elementwise)
     yield Cost(
         "update: launches",

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -56,6 +57,21 @@ COPIED = (
 )
 """Files of a checkpoint that training does not change; without an image processor, vLLM builds
 another encoder.
+"""
+
+_KEPT_RESULTS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._flash_attention_forward.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.torch_attn._varlen_attn.default,
+]
+"""Operations that "products" does not compute again: products with weights, and attention. Batched
+products have the size of attention's scores, and are not kept.
 """
 
 StartValue = Callable[[str, torch.Size], Tensor | None]
@@ -202,20 +218,32 @@ def make_vision(model: PreTrainedModel, folder: Path) -> "Vision | None":
 
 
 def checkpoint_activations(
-    model: PreTrainedModel, layers: Literal["none", "every_second", "full"], offload: bool = False
+    model: PreTrainedModel,
+    layers: Literal["none", "products", "every_second", "full"],
+    offload: bool = False,
 ) -> None:
     """Make decoder layers keep only their input and recompute the rest in backward
     (arXiv:1604.06174).
+
+    With "products" they also keep the results of matrix products and of attention, so that none of
+    these is computed twice. Raises UserError where experts have biases, which Transformers adds to
+    kept results in place (`transformers/integrations/moe.py`).
 
     With `offload` the inputs of layers on a GPU wait in page-locked host memory
     (`torch.autograd.graph.save_on_cpu`).
     """
     if layers != "none":
-        every = 1 if layers == "full" else 2
+        every = 2 if layers == "every_second" else 1
         offload = offload and torch.cuda.is_available()
-        model.gradient_checkpointing_enable(
-            {"use_reentrant": False}, every_n_layers=every, offload=offload
-        )
+        options: dict[str, Any] = {"use_reentrant": False}
+        if layers == "products":
+            if any(name.endswith("_proj_bias") for name, _ in model.named_parameters()):
+                raise UserError(
+                    "policy.activation_checkpointing: products does not work with experts that have "
+                    "biases, as this model's: set it to every_second or full"
+                )
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT_RESULTS)
+        model.gradient_checkpointing_enable(options, every_n_layers=every, offload=offload)
 
 
 def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -59,7 +59,7 @@ def test_one_and_four_micro_batches_have_the_plain_gradients(
     checks.check_gradients(models, "qwen2", True, budget, name)
 
 
-@pytest.mark.parametrize("layers", ["none", "every_second", "full"])
+@pytest.mark.parametrize("layers", ["none", "products", "every_second", "full"])
 def test_compiled_norms_rotations_and_gates_have_plain_gradients_in_few_graphs(
     one_rank: None, models: Path, monkeypatch: pytest.MonkeyPatch, layers: str
 ) -> None:

@@ -210,6 +210,11 @@ def test_valid_recipes_have_no_problems(config: dict) -> None:
             "policy.compile works with .* fsdp only",
         ),
         (
+            {"policy": {"backend": "deepspeed", "activation_checkpointing": "products"}},
+            1,
+            "policy.activation_checkpointing: products works with .* fsdp only",
+        ),
+        (
             {"policy": {"backend": "deepspeed", "shard_size": 2}},
             2,
             "policy.shard_size works with .* fsdp only",

@@ -12,6 +12,7 @@ from tests.unit.trainer.commands.test_plan import recipe
 from trainer.cli import main
 from trainer.config.schema import TrainConfig
 from trainer.estimates.gpus import GPUS, Gpu
+from trainer.estimates.kernels import KernelCounts, PassCount
 from trainer.estimates.layouts import RankSplit, compared, comparison
 from trainer.estimates.model_sizes import ModelSizes
 from trainer.estimates.time import Cost, Lengths, step_costs, step_flops, update_amount, update_traffic
@@ -66,6 +67,26 @@ def test_the_time_of_products_follows_from_their_operations(tiny_qwen2: Path) ->
     products = by_name(step_costs(kept, BILLION, 4, GPU, LENGTHS))["update: products"].seconds
     assert products == pytest.approx((3 * once + again) / 0.68e15)
     assert step_flops(kept, BILLION, 4, LENGTHS) == pytest.approx(3 * once)
+
+
+def test_kept_products_are_not_computed_again_and_everything_else_is(tiny_qwen2: Path) -> None:
+    forward = PassCount(kernels=50, token_bytes=7000, products=20)
+    model = replace(BILLION, kernels=KernelCounts(forward, forward.times(2)))
+    none, products, full = (
+        by_name(
+            step_costs(
+                config(tiny_qwen2, policy={"activation_checkpointing": layers}), model, 4, GPU, LENGTHS
+            )
+        )
+        for layers in ("none", "products", "full")
+    )
+    assert products["update: products"].seconds == none["update: products"].seconds
+    assert products["update: elementwise"] == full["update: elementwise"]
+    # 51,200 tokens of a rank are seven micro-batches of 8,000
+    launched = [costs["update: launches"] for costs in (none, products, full)]
+    kernels = [(cost.seconds + cost.hidden) / 10e-6 for cost in launched]
+    assert kernels[1] - kernels[0] == pytest.approx(7 * (50 - 20))
+    assert kernels[2] - kernels[0] == pytest.approx(7 * 50)
 
 
 def test_prompts_computed_once_cost_their_operations_once(tiny_qwen2: Path) -> None:
