@@ -122,16 +122,17 @@ def update_and_look(
     got: dict[str, Tensor],
 ) -> UpdateStats:
     """Make an update, and put its whole gradients, before clipping, into `got`."""
-    apply = policy.step
+    name = "step" if hasattr(policy, "step") else "_step"  # of DeepSpeed's policy
+    apply = getattr(policy, name)
 
     def look_and_apply(*arguments: Any) -> UpdateStats:
-        gradients = {name: gradient(p) for name, p in policy.named_parameters()}
-        got.update({name: g.detach().clone() for name, g in gradients.items() if g is not None})
+        gradients = {key: gradient(p) for key, p in policy.named_parameters()}
+        got.update({key: g.detach().clone() for key, g in gradients.items() if g is not None})
         return apply(*arguments)
 
-    policy.step = look_and_apply
+    setattr(policy, name, look_and_apply)
     stats: UpdateStats = policy.update(batches, checks.make_loss(batches), checks.TEMPERATURE, place)
-    del policy.step
+    delattr(policy, name)
     return stats
 
 
