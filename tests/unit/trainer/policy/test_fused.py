@@ -1,5 +1,6 @@
 """Fused norms, rotary embeddings and gates: against the modules they are made from, and against float64."""
 
+import copy
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -90,6 +91,15 @@ def test_families_compute_the_same(family: str, tmp_path: Path) -> None:
     assert counted["stats"]["unique_graphs"] == before
     with without(Shortcut.FUSED):
         assert all(torch.equal(value, plain[name]) for name, value in passed(model).items())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_fused_families_in_bfloat16_are_as_near_to_float64(family: str, tmp_path: Path) -> None:
+    model = make_family(family, tmp_path).bfloat16()
+    exact = passed(copy.deepcopy(model).double())
+    eager = distance(passed(model), exact)
+    fuse(model, partial(Fused, backend="aot_eager"))
+    assert 0 < distance(passed(model), exact) <= 1.2 * eager
 
 
 def make_tiny(dtype: torch.dtype) -> PreTrainedModel:
