@@ -58,13 +58,6 @@ while True:
     generation.generate(data)
     print("used", flush=True)
 """
-_REINFORCE = """
-import runpy
-import sys
-names = runpy.run_path(PATH)
-names["main"].__globals__["STEPS"] = 1000
-names["main"]()
-"""
 _TRAINING = """
 import sys
 import tempfile
@@ -92,7 +85,6 @@ PROGRAMS = {
     "generation": _GENERATION,
     "accelerate": ROOT / "scripts/examples/accelerate_loop.py",
     "training": _TRAINING,
-    "reinforce": _REINFORCE.replace("PATH", repr(str(ROOT / "scripts/examples/reinforce_loop.py"))),
 }
 """The kinds of program: texts, or files; each takes the folder of a model."""
 

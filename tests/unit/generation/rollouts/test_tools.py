@@ -323,6 +323,5 @@ def test_the_calculator_example_is_short_and_right() -> None:
     with pytest.raises(ValueError, match="not one operation"):
         calculate("1+2+3")
     lines = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    # Each a training loop of its own
-    programs = [lines.pop("accelerate_loop.py"), lines.pop("reinforce_loop.py")]
-    assert max(programs) < 120 and max(lines.values()) < 50
+    assert lines.pop("accelerate_loop.py") < 120  # a training loop of its own
+    assert max(lines.values()) < 50
