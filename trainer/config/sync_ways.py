@@ -87,8 +87,17 @@ def with_chosen_way(config: TrainConfig, ranks: int, neighbours: int) -> tuple[T
     if config.sync.way != "auto" or placement(config).remote:
         return config, ""
     name, why = chosen_way(config, ranks, neighbours)
-    changed = config.model_copy(update={"sync": config.sync.model_copy(update={"way": name})})
-    return changed, f"sync.way is {name}, {why}"
+    return _by(config, name), f"sync.way is {name}, {why}"
+
+
+def with_staged_way(config: TrainConfig) -> TrainConfig:
+    """Return the recipe with `auto` replaced by `staged`, for a policy that has to be sharded."""
+    return _by(config, "staged") if config.sync.way == "auto" else config
+
+
+def _by(config: TrainConfig, name: str) -> TrainConfig:
+    """Return the recipe with another way."""
+    return config.model_copy(update={"sync": config.sync.model_copy(update={"way": name})})
 
 
 def _fact(obstacle: str) -> str:

@@ -10,9 +10,10 @@ from pydantic import ValidationError
 
 from trainer.config.checks import find_problems
 from trainer.config.machine import rank_count
+from trainer.config.placement import placement
 from trainer.config.recipe import load_config, sentences
 from trainer.config.schema import TrainConfig
-from trainer.config.sync_ways import way
+from trainer.config.sync_ways import way, with_staged_way
 from trainer.errors import UserError
 from trainer.model_checks import check_model
 
@@ -46,8 +47,7 @@ def settings_of(
         for name, keys in changed.items():
             overrides += [f"{name}.{key}={json.dumps(value)}" for key, value in keys.items()]
         config = load_config(Path(recipe), overrides)
-    if config.sync.way == "auto":  # which could stand for zero_copy
-        config = config.model_copy(update={"sync": config.sync.model_copy(update={"way": "staged"})})
+    config = with_staged_way(config)  # auto could stand for zero_copy
     if refused := list(_refused(config)):
         raise UserError(*refused)
     problems = find_problems(config, "sft", os.environ)
@@ -67,7 +67,7 @@ def _refused(config: TrainConfig) -> Iterator[str]:
         yield f"policy.sequence_parallel {only}: set it to 1"
     if config.model.routes != "own":
         yield f"model.routes: {config.model.routes} {only}: set it to own"
-    if config.engine.placement != "shared":
+    if placement(config).remote:
         yield f"engine.placement: {config.engine.placement} {only}: set it to shared"
     size = config.engine.tensor_parallel_size
     ranks = rank_count(os.environ)

@@ -118,11 +118,15 @@ def test_outputs_keep_the_order_and_parameters_of_prompts(service: AsyncVLLM) ->
 def test_a_deadline_ends_one_prompt_and_its_request_in_the_engine(service: AsyncVLLM) -> None:
     params = [SamplingParams(max_tokens=1), ENDLESS, SamplingParams(max_tokens=2, ignore_eos=True)]
     for replica in range(2):
-        with pytest.raises(TimeoutError) as caught:
-            service.generate(["a", "b", "c"], params, timeout_seconds=0.12, actor_index=replica)
-        assert [output is None for output in caught.value.outputs] == [False, True, False]  # type: ignore[attr-defined]
+        for seconds in (0.12, 0.24, 0.48, 0.96):  # as the short prompts need on a busy machine
+            with pytest.raises(TimeoutError) as caught:
+                service.generate(["a", "b", "c"], params, timeout_seconds=seconds, actor_index=replica)
+            missing = [output is None for output in caught.value.outputs]  # type: ignore[attr-defined]
+            if not missing[0] and not missing[2]:
+                break
+        assert missing == [False, True, False]
         [error] = caught.value.exceptions  # type: ignore[attr-defined]
-        assert "vLLM generation timed out after 0.12 seconds" in str(error)
+        assert f"vLLM generation timed out after {seconds:g} seconds" in str(error)
     with pytest.raises(PromptErrors):  # one prompt fails for another reason
         service.generate(["a", [5] * 300], ENDLESS, timeout_seconds=0.12)
     with pytest.raises(TimeoutError, match=r"vLLM generation timed out after 0\.01 seconds"):
