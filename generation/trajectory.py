@@ -47,8 +47,11 @@ class Trajectory:
         client. reward_error: why a reward function failed on it; empty if none has failed.
         abstained: True if every reward function abstained and the episode gave no reward of its
         own, so that nothing has judged the answer. Such an answer leaves its group, but has not
-        failed. error: not empty when generation of this sample failed; such a sample is counted and
-        left out of the loss.
+        failed. group: the name of those that this trajectory is compared with: the trajectories of
+        the same prompt, of any episode, with the same name; it then counts by itself, with its own
+        reward. Up to the first slash, the name is a role, by which figures are reported. Empty: it
+        belongs to its episode. error: not empty when generation of this sample failed; such a
+        sample is counted and left out of the loss.
     """
 
     prompt_index: int
@@ -72,6 +75,7 @@ class Trajectory:
     error: str = ""
     reward_error: str = ""
     abstained: bool = False
+    group: str = ""
     images: tuple[Image, ...] = ()
     image_spans: tuple[tuple[int, int], ...] = ()
     routes: np.ndarray | None = field(default=None, repr=False, compare=False)
@@ -149,10 +153,12 @@ def checked_reward(value: Any, description: str) -> float:
 
 def check_rewards(trajectory: Trajectory, source: str) -> None:
     """Replace all rewards of a trajectory by their `checked_reward`, in place. Raises ValueError,
-    naming `source`, for a reward that fails that check, and for names of rewards or metrics that
-    are not valid Unicode.
+    naming `source`, for a reward that fails that check, for a group that is no text, and for names
+    that are not valid Unicode.
     """
-    for name in (*trajectory.reward_parts, *trajectory.metrics):
+    if not isinstance(trajectory.group, str):
+        raise ValueError(f"{source}: the group is {trajectory.group!r}: give a name")
+    for name in (trajectory.group, *trajectory.reward_parts, *trajectory.metrics):
         if name != name.encode(errors="replace").decode():
             raise ValueError(f"{source}: the name {name!r} is not valid Unicode")
     parts = trajectory.reward_parts.items()

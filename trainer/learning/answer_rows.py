@@ -45,6 +45,8 @@ def answer_rows(
             local[n]["error"] = t.error or t.reward_error
             if t.abstained:
                 local[n]["reward"] = None
+            if t.group:
+                local[n]["group"] = t.group
             if t.images:
                 local[n]["images"] = [thumbnail(image) for image in t.images]
             if not all(t.loss_mask):

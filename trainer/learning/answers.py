@@ -3,7 +3,8 @@ between ranks.
 
 Ids, masks and log-probabilities stay on the rank whose engine sampled them until a rank trains on
 them, and go to that rank alone. Besides its share a rank receives `ROW.itemsize` bytes for each
-trajectory of the step, rewards of turns if there are any, and a few bytes from each rank.
+trajectory of the step, rewards of turns and names of groups if there are any, and a few bytes from
+each rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,6 +56,7 @@ class Answer:
     turn_rewards: list[float]
     abstained: bool = False
     old: int = 0  # number of tokens that earlier versions of the policy sampled
+    group: str = ""
     trajectory: Trajectory | None = None  # on the rank that has its tokens
     stored_images: Sequence[StoredImage] = ()  # those of the prompt's row, which every rank can read
     reward_parts: dict[str, float] = field(default_factory=dict)  # like the vote, only with `details`
@@ -82,13 +84,14 @@ def gather_answers(
     with agreed("gathering the answers"):  # a rollout function may have put anything into a trajectory
         rows = np.array([_row(t) for t in local], dtype=ROW).tobytes()
         turns = {index: t.turn_rewards for index, t in enumerate(local) if t.turn_rewards}
+        names = {index: t.group for index, t in enumerate(local) if t.group}
         parts = [(t.reward_parts, t.vote) for t in local] if details else []
         old = {}
         for index, trajectory in enumerate(local):
             count = sum(trajectory.loss_mask[: old_tokens(trajectory, version)])
             if count:
                 old[index] = count
-        packed = msgspec.msgpack.encode((rows, turns, old, parts))
+        packed = msgspec.msgpack.encode((rows, turns, old, names, parts))
     answers: list[Answer] = []
     for source, data in enumerate(send_to_all(packed)):
         answers += _decoded(source, data, local)
@@ -159,10 +162,14 @@ def _decoded(source: int, data: bytes, local: Sequence[Trajectory]) -> list[Answ
     """Return the answers of rank `source` from its message; `local` are the trajectories of this
     rank.
     """
-    rows, turns, old, parts = msgspec.msgpack.decode(
+    rows, turns, old, names, parts = msgspec.msgpack.decode(
         data,
         type=tuple[
-            bytes, dict[int, list[float]], dict[int, int], list[tuple[dict[str, float], str | None]]
+            bytes,
+            dict[int, list[float]],
+            dict[int, int],
+            dict[int, str],
+            list[tuple[dict[str, float], str | None]],
         ],
     )
     answers = []
@@ -192,6 +199,7 @@ def _decoded(source: int, data: bytes, local: Sequence[Trajectory]) -> list[Answ
             turn_rewards=turns.get(index, []),
             abstained=bool(flags & _ABSTAINED),
             old=old.get(index, 0),
+            group=names.get(index, ""),
             trajectory=trajectory,
             reward_parts=reward_parts,
             vote=vote,

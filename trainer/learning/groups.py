@@ -29,10 +29,10 @@ samples are compared.
 Its reward, and the parts of it, are those of its last trajectory, which has the final answer.
 Rewards of earlier trajectories are ignored, since they are either the same or judge an answer that
 was not the last. SkyRL's step-wise training does the same. Its turns and its tokens are those of
-all its trajectories, end to end.
+all its trajectories, end to end. A trajectory with a group of its own counts by itself.
 """
 Group = list[Episode]
-"""The episodes of one prompt that can be trained on."""
+"""The episodes of one prompt that can be trained on, and are compared with each other."""
 
 
 def make_groups(answers: list[Answer]) -> list[Group]:
@@ -41,13 +41,19 @@ def make_groups(answers: list[Answer]) -> list[Group]:
 
     An episode has failed if any of its trajectories has, since the others belong to the same
     failure. Episodes whose last answer nothing has judged, since all reward functions abstained
-    from it, are left out as well.
+    from it, are left out as well. A trajectory with the name of a group is an episode of that group
+    of its prompt.
     """
-    groups: dict[int, Group] = defaultdict(list)
+    groups: dict[tuple[int, str], Group] = defaultdict(list)
     for episode in by_episode(answers):
-        failed = any(answer.error for answer in episode)
-        if not failed and not episode[-1].abstained:
-            groups[episode[0].prompt_index].append(episode)
+        if any(answer.error for answer in episode):
+            continue
+        parts = [[answer] for answer in episode if answer.group]
+        if rest := [answer for answer in episode if not answer.group]:
+            parts.append(rest)
+        for part in parts:
+            if not part[-1].abstained:
+                groups[part[-1].prompt_index, part[-1].group].append(part)
     return [group for _, group in sorted(groups.items())]
 
 

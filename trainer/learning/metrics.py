@@ -318,7 +318,8 @@ def rollout_metrics(answers: list[Answer]) -> Metrics:
     """Return metrics of a step's episodes: rewards, lengths and failures. Collective.
 
     An episode's reward, and whether it was cut off, are those of its last trajectory. Rewards are
-    of the episodes that something has judged: reward/abstained counts the others.
+    of the episodes that something has judged: reward/abstained counts the others. Trajectories with
+    a group have figures by role, too.
     """
     episodes = by_episode(answers)
     sound = []
@@ -363,7 +364,28 @@ def rollout_metrics(answers: list[Answer]) -> Metrics:
         counts["tools/failure_rate"] = counts.get("tools/errors", 0.0) / calls
     # The run's metrics come last again, since an environment or a client may use their names for
     # its rewards.
-    return metrics | rewards_by_name | counts | reward_errors(answers) | metrics
+    roles = role_metrics(sampled)
+    return metrics | rewards_by_name | counts | reward_errors(answers) | roles | metrics
+
+
+def role_metrics(answers: list[Answer]) -> Metrics:
+    """Return mean and standard deviation of the rewards, mean length in sampled tokens, and number
+    of the trajectories of each role, which is the name of their group up to the first slash.
+    """
+    roles: dict[str, list[Answer]] = {}
+    for answer in answers:
+        if answer.group and not answer.abstained:
+            roles.setdefault(answer.group.partition("/")[0], []).append(answer)
+    metrics: Metrics = {}
+    for role, members in sorted(roles.items()):
+        rewards = torch.tensor([answer.reward for answer in members], dtype=torch.float64)
+        metrics |= {
+            f"role/{role}/reward": rewards.mean().item(),
+            f"role/{role}/reward_std": rewards.std(correction=0).item(),
+            f"role/{role}/length": sum(answer.sampled for answer in members) / len(members),
+            f"role/{role}/trajectories": float(len(members)),
+        }
+    return metrics
 
 
 def reward_errors(answers: list[Answer]) -> Metrics:

@@ -309,7 +309,7 @@ class Pool:
         """Add the reward functions' weighted sum, for the last answer, to the episode's own reward.
 
         An episode whose reward is not usable counts as failed. One without a reward of its own,
-        from which all functions abstain, is marked.
+        from which all functions abstain, is marked; a trajectory with a group has one, even if 0.
         """
         self.finished += 1
         if trajectory.error:
@@ -327,7 +327,9 @@ class Pool:
             return
         question = self.tokenizer.decode([*prompt.token_ids], skip_special_tokens=False)
         before = trajectory.prompt_ids + trajectory.response_ids[: trajectory.answer_start]
-        has_reward = bool(trajectory.reward or trajectory.reward_parts or trajectory.turn_rewards)
+        has_reward = bool(
+            trajectory.group or trajectory.reward or trajectory.reward_parts or trajectory.turn_rewards
+        )
         result = await self._rewards.score(
             prompt=question,
             completion=completion,
