@@ -18,7 +18,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -322,7 +322,10 @@ def _checked_config(settings: EngineSettings) -> "VllmConfig":
     import torch
 
     preloaded = os.environ.get("LD_PRELOAD", "")
-    with hidden_instructions(settings.plain_cpu_weights) if settings.on_cpu else nullcontext():
+    with ExitStack() as changes:
+        if settings.on_cpu:
+            changes.enter_context(hidden_instructions(settings.plain_cpu_weights))
+            changes.enter_context(_classes_inspected_here())
         try:
             config = AsyncEngineArgs(**arguments).create_engine_config()
         except (AssertionError, ValueError) as error:
@@ -337,6 +340,24 @@ def _checked_config(settings: EngineSettings) -> "VllmConfig":
     if settings.keyed_noise:
         check_keyed_noise(settings, config)
     return config
+
+
+@contextmanager
+def _classes_inspected_here() -> Iterator[None]:
+    """Have vLLM import a model's class in this process to see what the class supports.
+
+    Otherwise a Python of its own does so, to keep CUDA out of this process, and imports everything
+    again: about 10 s of CPU time where a class is used for the first time
+    (vllm/model_executor/models/registry.py).
+    """
+    from vllm.model_executor.models import registry
+
+    in_subprocess = registry._run_in_subprocess
+    registry._run_in_subprocess = lambda inspect: inspect()
+    try:
+        yield
+    finally:
+        registry._run_in_subprocess = in_subprocess
 
 
 def frontend(settings: EngineSettings) -> "AsyncLLM":

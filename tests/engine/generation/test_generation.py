@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoTokenizer
+from vllm.model_executor.models import registry
 
 from generation.engine import vllm_compat
 from generation.engine.engine import Leader
@@ -221,6 +222,26 @@ def test_a_path_with_a_space_is_not_preloaded(
     with vllm_compat.started_with(settings):
         vllm_compat._checked_config(settings)
         assert os.environ["LD_PRELOAD"] == ("" if " " in folder else str(library))
+
+
+def test_a_class_is_inspected_without_another_python_and_as_vllm_does(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = EngineSettings(str(model), 64, kv_cache_bytes=1 << 24, worker_extension=WORKER_EXTENSION)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    in_subprocess = registry._run_in_subprocess
+    registry._try_inspect_model_cls.cache_clear()
+    with monkeypatch.context() as patched, vllm_compat.started_with(settings):
+        patched.setattr(registry, "subprocess", None)
+        [name] = vllm_compat._checked_config(settings).model_config.architectures
+    assert registry._run_in_subprocess is in_subprocess
+    [file] = (tmp_path / "modelinfos").iterdir()
+    found = json.loads(file.read_text())["modelinfo"]
+    with vllm_compat.started_with(settings):
+        file.unlink()
+        model_class = registry.ModelRegistry.models[name]
+        information = dataclasses.asdict(model_class.inspect_model_cls())
+    assert found == json.loads(json.dumps(information))
 
 
 def test_starting_an_engine_does_not_change_the_callers_environment(leader: Leader) -> None:
