@@ -325,7 +325,7 @@ def _checked_config(settings: EngineSettings) -> "VllmConfig":
     with ExitStack() as changes:
         if settings.on_cpu:
             changes.enter_context(hidden_instructions(settings.plain_cpu_weights))
-            changes.enter_context(_classes_inspected_here())
+            changes.enter_context(classes_inspected_here())
         try:
             config = AsyncEngineArgs(**arguments).create_engine_config()
         except (AssertionError, ValueError) as error:
@@ -343,7 +343,7 @@ def _checked_config(settings: EngineSettings) -> "VllmConfig":
 
 
 @contextmanager
-def _classes_inspected_here() -> Iterator[None]:
+def classes_inspected_here() -> Iterator[None]:
     """Have vLLM import a model's class in this process to see what the class supports.
 
     Otherwise a Python of its own does so, to keep CUDA out of this process, and imports everything

@@ -150,17 +150,15 @@ def vllm_worker(folder: Path, tensor_parallel_size: int) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
-    from generation import shims
     from generation.engine.settings import EngineSettings
-    from generation.engine.vllm_compat import engine_arguments
+    from generation.engine.vllm_compat import classes_inspected_here, engine_arguments
     from tests.support.in_process import Worker
 
     here = {"distributed_executor_backend": "external_launcher"}
     settings = EngineSettings(
         str(folder), 128, tensor_parallel_size=tensor_parallel_size, plain_cpu_weights=True, extra=here
     )
-    # vLLM looks at a model's class in a plain Python process, which needs this path in its environment.
-    with patch.dict(os.environ, shims.python_path()):
+    with classes_inspected_here():
         config = EngineArgs(**engine_arguments(settings)).create_engine_config()
     # vLLM collects garbage twice per model, which would visit everything that cases have left
     gc.freeze()
