@@ -236,6 +236,11 @@ def check_samples(folder: Path) -> None:
             training.optim_step(1e-3)
         with pytest.raises(UserError, match="sample_async works on one rank: call sample"):
             asyncio.run(training.sample_async(prompts))
+        rows = [{"prompt": "one"}, {"prompt": "two"}, {"prompt": "three"}]
+        groups = training.episodes(rows, 2, max_tokens=4)
+        found = [[t.prompt_index, t.sample_index, *t.response_ids] for group in groups for t in group]
+        assert exchange(found) == [found, found]
+        assert [row[:2] for row in found] == [[p, s] for p in range(3) for s in range(2)]
         snapshot = training.snapshot()
         with pytest.raises(UserError, match="ranks 0 and 1 have different data in call"):
             training.sample(prompts, weights=snapshot if rank() else None)

@@ -181,6 +181,27 @@ def load_held_out(
     return _usable(rows, dataset.path, config.max_prompt_tokens)
 
 
+def plain_prompts(
+    rows: Sequence[Mapping[str, Any]], config: DataConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> list[Prompt]:
+    """Return the prompts of rows in memory, which have no images, in their order. Raises UserError
+    naming the row that cannot be used.
+    """
+    reader = row_reader(config, tokenizer)
+    prompts = []
+    for number, row in enumerate(rows):
+        try:
+            if reader.form is None:
+                [ids] = plain_ids(tokenizer, [reader.prompt(row)])
+            else:
+                text = reader.render_prompt(reader.messages(row), reader.tools(row))
+                ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        except ValueError as error:
+            raise UserError(f"row {number} {error}") from error
+        prompts.append(Prompt(number, tuple(ids), dict(row), reader=reader))
+    return prompts
+
+
 def _usable(rendered: Iterable[RenderedRow], path: str, most: int) -> PromptDataset:
     """Return the prompts that are not dropped. Raises UserError if all are."""
     prompts = []

@@ -46,6 +46,7 @@ class RolloutLevel:
     any OpenAI client.
 
     It is loaded and checked before any model. Raises UserError naming the key that does not fit.
+    Keys may also hold objects in place of their names.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class RolloutLevel:
         named = config.rollout
         kwargs = config.rollout.kwargs
         if (custom := named.custom) is not None:
-            self.function = _checked("rollout.custom", lambda: custom_rollout(load(custom), kwargs))
+            self.function = _checked("rollout.custom", lambda: custom_rollout(_named(custom), kwargs))
         elif (sampler := named.sampler) is not None:
             recipe = config.model_dump()
             self.function = None
@@ -164,7 +165,7 @@ def _agent_function(
     named = config.rollout
 
     def function(spec: str) -> Callable[..., Any]:
-        loaded: Callable[..., Any] = load(spec)
+        loaded: Callable[..., Any] = _named(spec)
         if not inspect.isroutine(loaded):
             raise ValueError(f"{spec!r} is {type(loaded).__name__}, not a function")
         return loaded
@@ -195,7 +196,7 @@ def _agent_function(
         _check_rates(named, tools)
         tags = InlineTags(**named.inline_tags.model_dump())
         return inline_rollout(agent, tags) if inline else tool_rollout(agent), schemas
-    loaded = _checked("rollout.environment", functools.partial(load, named.environment))
+    loaded = _checked("rollout.environment", functools.partial(_named, named.environment))
     cls = _checked("rollout.environment", lambda: environment_class(loaded, named.kwargs))
     methods = _checked("rollout.environment", lambda: environment_tools(cls))
     _check_rates(named, [*tools, *methods])
@@ -203,6 +204,11 @@ def _agent_function(
     return _checked(
         "rollout.environment", lambda: environment_rollout(cls, named.kwargs, agent, loaded)
     ), schemas
+
+
+def _named(spec: Any) -> Any:
+    """Return the object that an import string names; any other object is meant itself."""
+    return load(spec) if isinstance(spec, str) else spec
 
 
 def _check_rates(named: RolloutConfig, tools: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from generation.trajectory import Trajectory
 from sharding.ranks import rank
 from trainer.errors import UserError, quoted
 from trainer.learning.batching import Batcher
@@ -50,15 +51,36 @@ class Datum:
 
         `logprobs` has an entry for each token of the answer; `advantage` and `weight` hold for all.
         """
+        return cls._joined(prompt, answer, [1] * len(answer), advantage, logprobs, weight)
+
+    @classmethod
+    def of(
+        cls, trajectory: Trajectory, *, advantage: float | None = None, weight: float = 1.0
+    ) -> "Datum":
+        """Return the datum of a trajectory. Tokens that the policy has not sampled have the weight
+        0.
+        """
+        ids = (trajectory.prompt_ids, trajectory.response_ids)
+        return cls._joined(*ids, trajectory.loss_mask, advantage, trajectory.logprobs, weight)
+
+    @classmethod
+    def _joined(
+        cls,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        mask: Sequence[int],
+        advantage: float | None,
+        logprobs: Sequence[float] | None,
+        weight: float,
+    ) -> "Datum":
         ids = [*prompt, *answer]
-        before = [0.0] * (len(prompt) - 1)
-        answers = [1.0] * len(answer)
+        before = [0.0] * len(prompt)
         return cls(
             inputs=ids[:-1],
             targets=ids[1:],
-            weights=[*before, *(weight * one for one in answers)],
-            logprobs=None if logprobs is None else [*before, *logprobs],
-            advantages=None if advantage is None else [*before, *(advantage * one for one in answers)],
+            weights=[*before, *(weight * one for one in mask)][1:],
+            logprobs=None if logprobs is None else [*before, *logprobs][1:],
+            advantages=None if advantage is None else [*before, *(advantage * m for m in mask)][1:],
         )
 
 
@@ -86,6 +108,32 @@ class CheckedDatum:
             loss_mask=[0, *self.weights.ne(0).int().tolist()],
             engine_logprobs=[0.0] * (len(self.inputs) + 1),
         )
+
+
+AnyDatum = Datum | Trajectory
+
+
+def as_data(data: Sequence[AnyDatum], advantages: Sequence[float] | None = None) -> Sequence[Datum]:
+    """Return data in which trajectories have become datums, each with its advantage.
+
+    Raises UserError for a trajectory that cannot be learned from, and for advantages that do not
+    belong to trajectories.
+    """
+    if not isinstance(data, Sequence) or not any(isinstance(row, Trajectory) for row in data):
+        if advantages is not None:
+            raise UserError("advantages are those of trajectories: give a Datum its own")
+        return data  # type: ignore[return-value]
+    if advantages is not None and len(advantages) != len(data):
+        counts = f"there are {len(advantages)} advantages of {len(data)} trajectories"
+        raise UserError(f"{counts}: give one number for each")
+    rows = []
+    for number, row in enumerate(data):
+        if isinstance(row, Trajectory) and (row.error or row.images):
+            fault = f"failed ({row.error})" if row.error else "has images"
+            raise UserError(f"datum {number} is of an episode that {fault}: leave it out")
+        advantage = None if advantages is None else float(advantages[number])
+        rows.append(Datum.of(row, advantage=advantage) if isinstance(row, Trajectory) else row)
+    return rows
 
 
 def checked(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,14 +17,19 @@ from generation import guardian
 from generation.engine.engine import Leader
 from generation.engine.sampling import SamplingSettings, sample_seed
 from generation.exact_ids import Generation
+from generation.rollouts.episode import RolloutSettings
+from generation.rollouts.episodes import EpisodeSetup, rollout
+from generation.trajectory import Trajectory, array, plain
 from sharding.manager import ShardingManager
 from sharding.ranks import RemoteError, agreed, rank, send_to_all, world_size
 from trainer.build import build_sharding
 from trainer.chat_template import end_tokens
 from trainer.config.schema import TrainConfig
+from trainer.data import Prompt, plain_prompts
 from trainer.engines import put_to_sleep, start_engine, stop_engine
 from trainer.errors import UserError, quoted
 from trainer.policy import FsdpPolicy
+from trainer.rollouts.level import RolloutLevel
 
 AnyPrompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
 """Ids, a text that is encoded as it is, or messages for the model's chat template."""
@@ -196,8 +202,7 @@ class Engines:
         if self._leader is None:
             answers.set_result({})
             return answers
-        leaders = world_size() // self._config.engine.tensor_parallel_size
-        mine = range(rank() * leaders // world_size(), len(prompts) * n, leaders)
+        mine = self._share(len(prompts) * n)
         engine = self._leader.engine
         assert self._awake is not None
         version = self._awake
@@ -215,6 +220,82 @@ class Engines:
         answers = self._leader.thread.submit(complete_all())
         self._running.append(answers)
         return answers
+
+    def _share(self, count: int) -> range:
+        """Return this leader's share of `count` numbers."""
+        leaders = world_size() // self._config.engine.tensor_parallel_size
+        return range(rank() * leaders // world_size(), count, leaders)
+
+    def level(
+        self, rows: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any]
+    ) -> tuple[RolloutLevel, list[Prompt]]:
+        """Return the way of rolling out that the keys of `rollout` name, and the prompts of rows.
+
+        Raises UserError for what cannot be run, and for rows without a prompt.
+        """
+        if isinstance(rows, Mapping | str) or not isinstance(rows, Sequence):
+            raise UserError(f"rows is {quoted(rows)}: give a list of rows, each a dictionary")
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise UserError(f"row {number} is {quoted(row)}: give a dictionary")
+        section = self._config.rollout
+        if elsewhere := [key for key in ("sampler", "client", "verifiers") if getattr(section, key)]:
+            raise UserError(f"rollout.{elsewhere[0]} works in hotbunk train alone: leave it out")
+        given = chosen if any(chosen.values()) else {}
+        config = self._config.model_copy(update={"rollout": section.model_copy(update=given)})
+        level = RolloutLevel(config, self._tokenizer)
+        prompts = plain_prompts(rows, level.data, self._tokenizer)
+        self.prompt_ids([prompt.token_ids for prompt in prompts])  # raises for one that is too long
+        return level, prompts
+
+    def episodes(
+        self, level: RolloutLevel, prompts: list[Prompt], n: int, sampling: SamplingSettings
+    ) -> list[Trajectory]:
+        """Run this rank's share of `n` episodes of each prompt, and return their trajectories.
+
+        Seeds are those of `submit`, whose third part is the number of the request in its episode.
+        """
+        self.calls += 1
+        if self._leader is None:
+            return []
+        assert self._awake is not None and level.function is not None
+        mine = iter(self._share(len(prompts)))
+        template = self._config.data.chat_template_kwargs
+        seed = self._config.run.seed
+        settings = RolloutSettings(n, sampling, self._awake, seed, self.calls, template)
+        rows = [prompt.row for prompt in prompts]
+        setup = EpisodeSetup(level.function, self._tokenizer, rows, level.messages(prompts))
+
+        engine = self._leader.engine
+
+        async def finished(trajectory: Trajectory) -> None:
+            ids = trajectory.response_ids
+            trajectory.text = self._tokenizer.decode(ids, skip_special_tokens=True)
+
+        async def run() -> list[Trajectory]:
+            ids = [prompt.token_ids for prompt in prompts]
+            try:
+                return await rollout(engine, ids, settings, partial(next, mine, None), finished, setup)
+            finally:
+                await level.aclose()
+
+        return self._leader.thread.run(run(), self._config.run.step_deadline_s, "the episodes")
+
+    def gathered_episodes(
+        self, mine: list[Trajectory], prompts: int, version: int
+    ) -> list[list[Trajectory]]:
+        """Return the trajectories of each prompt, in the order of its episodes, on every rank.
+        Collective.
+        """
+        groups: list[list[Trajectory]] = [[] for _ in range(prompts)]
+        for part in send_to_all(msgspec.msgpack.encode(mine, enc_hook=plain)):
+            for trajectory in msgspec.msgpack.decode(part, type=list[Trajectory], dec_hook=array):
+                trajectory.versions = [(version, 0)]
+                trajectory.weight_version = version
+                groups[trajectory.prompt_index].append(trajectory)
+        for group in groups:
+            group.sort(key=lambda trajectory: trajectory.sample_index)
+        return groups
 
     def gathered(
         self, mine: dict[int, Generation], prompts: list[list[int]], n: int, version: int

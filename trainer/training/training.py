@@ -7,7 +7,7 @@ the policy's (`FsdpPolicy.accumulate`, `step`), as in `hotbunk train`.
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,12 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from generation.engine.sampling import SamplingSettings
 from generation.exact_ids import Generation
+from generation.trajectory import Trajectory
 from sharding.ranks import agreed, all_reduce_max, is_main, send_to_all, world_size
 from sharding.send.source import local_part
 from trainer.config.machine import resolve_device
 from trainer.config.schema import TrainConfig
-from trainer.data import load_tokenizer
+from trainer.data import Prompt, load_tokenizer
 from trainer.distributed import destroy_process_group, init_process_group
 from trainer.engines import fetch_model, rank_device
 from trainer.errors import UserError
@@ -36,8 +38,16 @@ from trainer.policy import FsdpPolicy
 from trainer.policy.lora import save_adapter
 from trainer.policy.optimizer import MetricSums, TrainingDiverged
 from trainer.run import checkpoint
-from trainer.training.calls import Calls
-from trainer.training.data import CheckedDatum, Datum, checked, every_position, micro_batches
+from trainer.training.calls import Calls, noted
+from trainer.training.data import (
+    AnyDatum,
+    CheckedDatum,
+    Datum,
+    as_data,
+    checked,
+    every_position,
+    micro_batches,
+)
 from trainer.training.losses import LossFunction, NamedLoss, slopes_of
 from trainer.training.sampling import AnyPrompt, Engines, WeightSnapshot
 from trainer.training.settings import settings_of
@@ -114,9 +124,10 @@ class Training:
 
     def forward_backward(
         self,
-        data: Sequence[Datum],
+        data: Sequence[AnyDatum],
         loss: str | LossFunction = "cross_entropy",
         *,
+        advantages: Sequence[float] | None = None,
         temperature: float | None = None,
         **options: Any,
     ) -> dict[str, float]:
@@ -124,7 +135,8 @@ class Training:
 
         `loss` is a name, with keys of the recipe's section `algorithm` as `options`, or a function
         of the data and of each datum's log-probabilities, which returns a scalar, or a scalar and
-        figures. A function costs one more forward pass. `temperature` divides logits; None:
+        figures. A function costs one more forward pass. Data may be trajectories of `episodes`,
+        with one of the `advantages` each. `temperature` divides logits; None:
         `sampling.temperature`.
 
         Returns `loss`, the number of `tokens`, and of a named loss the mean `entropy` in nats, the
@@ -134,14 +146,16 @@ class Training:
         """
         if callable(loss):
             named = NamedLoss("cross_entropy", {})
-            rows = self._begin("forward_backward", data, temperature, function=loss, options=options)
+            given = {"function": loss, "options": options}
+            rows = self._begin("forward_backward", data, temperature, advantages, **given)
             self._compute_with(None)
             logprobs = self._scores(rows, temperature)
-            slopes, value, figures = self._slopes(loss, data, logprobs)
+            slopes, value, figures = self._slopes(loss, as_data(data, advantages), logprobs)
             rows = [replace(row, weights=-slope) for row, slope in zip(rows, slopes, strict=True)]
             totals = self._accumulate(rows, named, temperature)
             return {"loss": value, "tokens": float(sum(map(len, logprobs)))} | figures
-        rows = self._begin("forward_backward", data, temperature, loss=loss, options=options)
+        given = {"loss": loss, "options": options}
+        rows = self._begin("forward_backward", data, temperature, advantages, **given)
         self._compute_with(None)
         named = NamedLoss(loss, options)
         totals = self._accumulate(rows, named, temperature)
@@ -176,13 +190,11 @@ class Training:
         changes = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         given = {key: value for key, value in changes.items() if value is not None}
         numbers = [rate, norm, *(betas or ()), eps or 0.0, weight_decay or 0.0]
-        problem = ""
-        if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
-            problem = "optim_step takes numbers of at least 0: correct its arguments"
         unknown = [key for key in given if key not in self._defaults[0]]
-        if unknown:
-            problem = f"policy.optimizer has no {unknown[0]}: leave it out"
-        self._calls.begin("optim_step", [repr((rate, norm, given)).encode()], problem)
+        problems = [f"policy.optimizer has no {key}: leave it out" for key in unknown]
+        if not all(isinstance(number, int | float) and number >= 0 for number in numbers):
+            problems.append("optim_step takes numbers of at least 0: correct its arguments")
+        self._calls.begin("optim_step", [repr((rate, norm, given)).encode()], problems)
         self._compute_with(None)
         waiting = self._waiting
         self._waiting = None
@@ -211,7 +223,7 @@ class Training:
 
     def logprobs(
         self,
-        data: Sequence[Datum],
+        data: Sequence[AnyDatum],
         *,
         temperature: float | None = None,
         weights: WeightSnapshot | None = None,
@@ -281,14 +293,47 @@ class Training:
         version = self._version(weights)
         return self._engines.gathered(await asyncio.wrap_future(answers), ids, n, version)
 
+    def episodes(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        n: int = 1,
+        *,
+        tools: Sequence[Callable[..., Any] | str] | None = None,
+        environment: Callable[..., Any] | str | None = None,
+        custom: Callable[..., Any] | str | None = None,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        weights: WeightSnapshot | None = None,
+    ) -> list[list[Trajectory]]:
+        """Run `n` episodes of each row, on every rank, and return the trajectories of each row.
+
+        A row is a dictionary with the columns of a recipe's data, such as `prompt`. `tools`,
+        `environment` and `custom` are those of the recipe's section `rollout`, as objects or by
+        name; without one, an episode is one answer. Trajectories have exact ids, rewards of
+        environments and functions, and an `error` where the episode failed. `forward_backward`
+        takes them as they are. Other arguments are those of `sample`.
+        """
+        chosen = {"tools": tools or [], "environment": environment, "custom": custom}
+        changes = {"max_tokens": max_tokens, "temperature": temperature}
+        problems: list[str] = []
+        prompts: list[Prompt] = []
+        with noted(problems):
+            level, prompts = self._engines.level(rows, chosen)
+        ids = [list(prompt.token_ids) for prompt in prompts]
+        settings = self._shift("episodes", ids, n, changes, weights, problems)
+        mine: list[Trajectory] = []
+        with agreed("the episodes"):
+            mine = self._engines.episodes(level, prompts, n, settings)
+        return self._engines.gathered_episodes(mine, len(prompts), self._version(weights))
+
     def save(self, folder: str | Path) -> Path:
         """Write weights and optimizer to `folder`/step_N, complete or invisible; return that path.
 
         Gradients are not saved: raises UserError while some wait for `optim_step`.
         """
         waits = self._waiting is not None or self._failed
-        problem = "save would lose the waiting gradients: call optim_step first" if waits else ""
-        self._calls.begin("save", [str(folder).encode()], problem)
+        problems = ["save would lose the waiting gradients: call optim_step first"] * waits
+        self._calls.begin("save", [str(folder).encode()], problems)
         self._compute_with(None)
         extra = {_CALLS: self._engines.calls}
         return checkpoint.save(Path(folder), self.version, {"policy": self.policy}, extra)
@@ -341,12 +386,17 @@ class Training:
         self._resources.__exit__(kind, error, traceback)
 
     def _begin(
-        self, name: str, data: Sequence[Datum], temperature: float | None, **arguments: Any
+        self,
+        name: str,
+        data: Sequence[AnyDatum],
+        temperature: float | None,
+        advantages: Sequence[float] | None = None,
+        **arguments: Any,
     ) -> list[CheckedDatum]:
         """Check the data of a call, agree on it with the other ranks, and return its rows."""
-        problem = ""
+        problems: list[str] = []
         rows: list[CheckedDatum] = []
-        try:
+        with noted(problems):
             if temperature is not None and not 0 < temperature < math.inf:
                 raise UserError(f"temperature is {temperature}: give a finite number above 0")
             needs: Sequence[str] = ()
@@ -354,13 +404,11 @@ class Training:
                 needs = NamedLoss(arguments["loss"], arguments["options"]).needs
             elif arguments.get("options"):
                 raise UserError("a function as the loss takes no options: leave them out")
-            rows = checked(data, self._vocabulary, self._longest, needs)
-        except UserError as error:
-            problem = str(error)
+            rows = checked(as_data(data, advantages), self._vocabulary, self._longest, needs)
         names = ("loss", "options", "weights")
         words = repr((temperature, *(arguments.get(name) for name in names)))
         content = (row.content() for row in rows)
-        self._calls.begin(name, [words.encode(), *content], problem)
+        self._calls.begin(name, [words.encode(), *content], problems)
         return rows
 
     def _submit(
@@ -375,25 +423,39 @@ class Training:
 
         Returns the ids of the prompts, and the answers under way.
         """
-        problem = ""
+        problems: list[str] = []
         ids: list[list[int]] = []
-        try:
+        with noted(problems):
             ids = self._engines.prompt_ids(prompts)
+        settings = self._shift(name, ids, n, changes, weights, problems)
+        return ids, self._engines.submit(ids, n, settings)
+
+    def _shift(
+        self,
+        name: str,
+        ids: list[list[int]],
+        n: int,
+        changes: dict[str, Any],
+        weights: WeightSnapshot | None,
+        problems: list[str],
+    ) -> SamplingSettings:
+        """Check the numbers of a call that samples, agree on it with the other ranks, and wake the
+        engines where they sleep or have other weights. Collective.
+        """
+        with noted(problems):
             settings = self._engines.settings(changes)
             counts = [n, settings.max_tokens]
             if not all(type(number) is int and number > 0 for number in counts):
                 raise UserError(f"n and max_tokens are {counts}: give whole numbers above 0")
             if not 0 <= settings.temperature < math.inf:
                 raise UserError(f"temperature is {settings.temperature}: give a finite number from 0 on")
-        except UserError as error:
-            problem = str(error)
         words = repr((ids, n, changes, _number(weights)))
-        self._calls.begin(name, [words.encode()], problem)
+        self._calls.begin(name, [words.encode()], problems)
         number = self._number if weights is None else weights.number
         if not self._engines.has(number):
             self._compute_with(weights)
             self._engines.wake(number)
-        return ids, self._engines.submit(ids, n, settings)
+        return settings
 
     def _version(self, weights: WeightSnapshot | None) -> int:
         return self.version if weights is None else weights.version
@@ -441,14 +503,12 @@ class Training:
         self, loss: LossFunction, data: Sequence[Datum], logprobs: list[Tensor]
     ) -> tuple[list[Tensor], float, dict[str, float]]:
         """Return `slopes_of`, the same on all ranks, or raise UserError on all. Collective."""
-        problem = ""
+        problems: list[str] = []
         result: tuple[list[Tensor], float, dict[str, float]] = ([], 0.0, {})
-        try:
+        with noted(problems):
             result = slopes_of(loss, data, logprobs)
-        except UserError as error:
-            problem = str(error)
         content = (slope.numpy().tobytes() for slope in result[0])
-        self._calls.agree("the derivatives of the loss", content, problem)
+        self._calls.agree("the derivatives of the loss", content, problems)
         return result
 
     def _accumulate(
