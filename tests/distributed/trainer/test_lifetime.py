@@ -359,7 +359,7 @@ def test_a_held_sigterm_leaves_time_to_save_but_no_more(
     script.write_text(textwrap.dedent(HELD))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        [sys.executable, str(script), case],
+        [*PYTHON, str(script), case],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
