@@ -20,6 +20,7 @@ from trainer.distributed import say
 from trainer.errors import UserError
 from trainer.estimates.memory import GIB, over_budget
 from trainer.estimates.model_sizes import model_sizes, shards_of
+from trainer.estimates.recomputation import with_chosen_recomputation
 from trainer.model_structure import freeze
 from trainer.policy.attention import branching_obstacle, require_packing, require_sharing
 from trainer.policy.experts import require_experts
@@ -145,5 +146,7 @@ def check_budget(config: TrainConfig, device: torch.device, ranks: int) -> None:
     if device.type == "cuda":
         sizes = model_sizes(config, config.model.path, config.lora)
         total = torch.cuda.mem_get_info()[1] / GIB
-        if problems := list(over_budget(config, sizes, training_ranks(config, ranks), total)):
+        training = training_ranks(config, ranks)
+        config, _ = with_chosen_recomputation(config, training, total)
+        if problems := list(over_budget(config, sizes, training, total)):
             raise UserError(*problems)

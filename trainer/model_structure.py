@@ -8,7 +8,7 @@ recomputation in the backward pass. Unlike there, attention is causal and within
 the output head is applied to targets only, as in this trainer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
@@ -51,6 +51,13 @@ def encoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the layers of the vision encoder."""
     modules = (module for part in vision_modules(model).values() for module in part.modules())
     return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+
+
+def adds_to_products(names: Iterable[str]) -> bool:
+    """Return True if experts have biases among these parameters, which Transformers adds to results
+    of products in place (`transformers/integrations/moe.py`).
+    """
+    return any(name.endswith("_proj_bias") for name in names)
 
 
 def image_token(model: PreTrainedModel, patches: float) -> float:

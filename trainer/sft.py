@@ -31,6 +31,7 @@ from trainer.run.records import read_rows, series
 from trainer.run.screen import Progress, duration
 from trainer.run.watchdog import Watchdog
 from trainer.sft_rows import Transcript, load_transcripts
+from trainer.start import with_settled_recomputation
 from trainer.types import MicroBatch
 
 # The parts of a run's identity besides lora, sft.batch_size
@@ -73,6 +74,7 @@ class SftRun:
         identity = {key: entire[key] for key in entire if key in _COMPARED or key.startswith("lora.")}
         identity["sft.batch_size"] = config.sft.batch_size
         start, self.state = find_checkpoint(config, identity)
+        self.config = config = with_settled_recomputation(config, self.state, self.screen.note)
         settings = config.policy.model_copy(
             update={"lr": config.sft.lr, "warmup_steps": config.sft.warmup_steps}
         )

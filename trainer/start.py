@@ -17,12 +17,14 @@ from generation.engine.sampling import SamplingSettings
 from sharding.ranks import EVERYBODY, agreed, exchange, is_main, world_size
 from trainer.chat_template import EndTokens, end_tokens, unread_keys
 from trainer.config.machine import float32_products, resolve_device
-from trainer.config.placement import engine_workers, placement
+from trainer.config.placement import engine_workers, placement, training_ranks
 from trainer.config.schema import DataConfig, TrainConfig
 from trainer.config.sync_ways import local_ranks, with_chosen_way
 from trainer.data import PromptDataset, check_token_ids, load_prompts, load_tokenizer
 from trainer.data.summary import prompt_lines
 from trainer.engines import fetch_model, processor_arguments, rank_device, start_server, stop_engine
+from trainer.estimates.memory import GIB
+from trainer.estimates.recomputation import with_chosen_recomputation
 from trainer.evaluation import load_held_outs
 from trainer.model_checks import check_budget, check_model, check_teacher
 from trainer.restarts import EngineRestarts
@@ -117,6 +119,7 @@ def begin(
         screen.note(remark)
     identity = run_identity(config, prompts.fingerprint, tokenizer)
     checkpoint, state = find_checkpoint(config, identity)
+    config = with_settled_recomputation(config, state, screen.note)
     config = with_kept_cache(config, state, screen.note)
     ends = settle_ends(config, tokenizer, level.data, state, resumes=checkpoint is not None)
     for line in (*unread_keys(tokenizer, level.data), *ends.remarks):
@@ -176,6 +179,23 @@ def settle_ends(
         ends = ends.resumed(state.stop_token_ids, tokenizer)
     state.stop_token_ids = list(ends.added)
     return ends
+
+
+def with_settled_recomputation(
+    config: TrainConfig, state: RunState, note: Callable[[str], None]
+) -> TrainConfig:
+    """Return the recipe with `policy.activation_checkpointing: auto` replaced by what the run has
+    had so far, or else by what fits, which `state` keeps. Collective among all ranks of the run.
+    """
+    gib = 0.0
+    if resolve_device(config) == "cuda":
+        gib = min(exchange(torch.cuda.mem_get_info()[1], among=EVERYBODY)) / GIB
+    ranks = training_ranks(config, world_size(EVERYBODY))
+    config, why = with_chosen_recomputation(config, ranks, gib, state.recomputation)
+    if why:
+        note(why)
+    state.recomputation = config.policy.activation_checkpointing
+    return config
 
 
 def start_engine(start: Start, resources: ExitStack) -> None:

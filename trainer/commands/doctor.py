@@ -35,6 +35,7 @@ from trainer.config.section import path_argument
 from trainer.config.sync_ways import local_ranks, with_chosen_way
 from trainer.estimates.memory import COLUMNS, GIB, engine_parts, trainer_parts
 from trainer.estimates.model_sizes import model_sizes
+from trainer.estimates.recomputation import with_chosen_recomputation
 from trainer.run import processes
 from trainer.run.screen import WIDTH, make_console
 from trainer.surroundings import loopback_problem
@@ -352,11 +353,12 @@ def judge_recipe(
         return
     config, _ = with_chosen_way(config, ranks, local_ranks(environ, ranks))
     config, _ = with_chosen_prefixes(config, models_of(config, "train"))
-    model = model_sizes(config, config.model.path, config.lora)
     total = min(
         (device.total_gib for device in machine.devices),
         default=psutil.virtual_memory().total / GIB / ranks,
     )
+    config, _ = with_chosen_recomputation(config, ranks, total)
+    model = model_sizes(config, config.model.path, config.lora)
     parts = [*trainer_parts(config, model, ranks, total), *engine_parts(config, model, ranks, total)]
     sums = []
     for column in COLUMNS:

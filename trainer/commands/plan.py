@@ -29,6 +29,7 @@ from trainer.estimates.kernels import count_kernels
 from trainer.estimates.layouts import comparison
 from trainer.estimates.memory import COLUMNS, GIB, TIGHT, engine_parts, over_budget, trainer_parts
 from trainer.estimates.model_sizes import ModelSizes, answers_per_update, longest, model_sizes
+from trainer.estimates.recomputation import with_chosen_recomputation
 from trainer.estimates.time import Lengths, step_costs, step_flops, update_amount
 from trainer.run.screen import make_console
 
@@ -79,6 +80,8 @@ def main(arguments: argparse.Namespace) -> int:
         cuda = resolve_device(config) == "cuda" and cuda_problem() is None
         total = torch.cuda.mem_get_info()[1] / GIB if cuda else host_gib()
     console = make_console()
+    training = training_ranks(config, ranks)
+    config, recomputed = with_chosen_recomputation(config, training, total)
     table = Table(
         title=f"{config.run.name}: {config.model.path}", title_justify="left", show_header=False
     )
@@ -86,8 +89,9 @@ def main(arguments: argparse.Namespace) -> int:
         table.add_row(*line)
     console.print(table)
     model = model_sizes(config, config.model.path, config.lora)
-    training = training_ranks(config, ranks)
     console.print(memory_table(config, model, training, total))
+    if recomputed:
+        console.print(recomputed)
     lengths = answer_tokens(config, arguments)
     if config.batch.share_prefixes or unshared:
         console.print(unshared or sharing(config, model, training, lengths))

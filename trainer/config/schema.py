@@ -363,9 +363,11 @@ class PolicyConfig(Section):
     max_grad_norm: Positive = key(
         1.0, "largest global gradient norm; gradients beyond it are scaled down to it"
     )
-    activation_checkpointing: Literal["none", "products", "every_second", "full"] = key(
-        "none",
+    activation_checkpointing: Literal["auto", "none", "products", "every_second", "full"] = key(
+        "auto",
         "layers whose activations are recomputed in backward, which saves memory and costs time",
+        auto="on CUDA the first of none, products and full that fits by the plan, which the run keeps "
+        "when it resumes; on a CPU none",
         none="no layers; also false",
         products="fsdp only: all layers, but results of matrix products and of attention are kept",
         every_second="every second layer",

@@ -11,6 +11,7 @@ from trainer.config.schema import TrainConfig
 from trainer.config.sync_ways import with_chosen_way
 from trainer.estimates.memory import COLUMNS, GIB, TIGHT, engine_parts, trainer_parts
 from trainer.estimates.model_sizes import model_sizes
+from trainer.estimates.recomputation import with_chosen_recomputation
 
 __all__ = ["TIGHT", "planned_gib", "this_device"]
 
@@ -29,6 +30,7 @@ def planned_gib(sections: dict[str, Any], gpus: int, device_gib: float) -> dict[
     model_config(sections["model"]["path"])
     sections = sections | {"run": sections["run"] | {"device": "cuda"}}
     config, _ = with_chosen_way(TrainConfig.model_validate(sections), gpus, gpus)
+    config, _ = with_chosen_recomputation(config, gpus, device_gib)
     model = model_sizes(config, config.model.path, config.lora)
     parts = [
         *trainer_parts(config, model, gpus, device_gib),

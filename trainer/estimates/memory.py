@@ -357,6 +357,7 @@ def recomputed_layers(policy: PolicyConfig, model: ModelSizes) -> int:
     without products.
     """
     return {
+        "auto": 0,  # on a CPU
         "none": 0,
         "products": model.layers,
         "every_second": (model.layers + 1) // 2,

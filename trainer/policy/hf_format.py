@@ -39,7 +39,7 @@ from sharding.send.source import local_part
 from trainer.config.schema import ModelConfig
 from trainer.config.weight_files import stored_tensors
 from trainer.errors import UserError
-from trainer.model_structure import decoder, has_vision
+from trainer.model_structure import adds_to_products, decoder, has_vision
 from trainer.policy import attention
 from trainer.policy.buffers import is_route_bias, saved_buffers, set_buffer
 from trainer.policy.head import logits_of
@@ -219,7 +219,7 @@ def make_vision(model: PreTrainedModel, folder: Path) -> "Vision | None":
 
 def checkpoint_activations(
     model: PreTrainedModel,
-    layers: Literal["none", "products", "every_second", "full"],
+    layers: Literal["auto", "none", "products", "every_second", "full"],
     offload: bool = False,
 ) -> None:
     """Make decoder layers keep only their input and recompute the rest in backward
@@ -230,14 +230,14 @@ def checkpoint_activations(
     kept results in place (`transformers/integrations/moe.py`).
 
     With `offload` the inputs of layers on a GPU wait in page-locked host memory
-    (`torch.autograd.graph.save_on_cpu`).
+    (`torch.autograd.graph.save_on_cpu`). What was left at "auto" is "none".
     """
-    if layers != "none":
+    if layers not in ("auto", "none"):
         every = 2 if layers == "every_second" else 1
         offload = offload and torch.cuda.is_available()
         options: dict[str, Any] = {"use_reentrant": False}
         if layers == "products":
-            if any(name.endswith("_proj_bias") for name, _ in model.named_parameters()):
+            if adds_to_products(name for name, _ in model.named_parameters()):
                 raise UserError(
                     "policy.activation_checkpointing: products does not work with experts that have "
                     "biases, as this model's: set it to every_second or full"

@@ -71,6 +71,8 @@ class RunState:
     shortcuts: dict[str, bool] = field(default_factory=dict)
     # Tokens besides EOS at which the run's answers end
     stop_token_ids: list[int] = field(default_factory=list)
+    # What policy.activation_checkpointing is, or was chosen to be
+    recomputation: str = ""
     # Bytes of a worker's KV cache, with what decided them, if engine.kv_cache_gib is null
     kv_cache: dict[str, float] = field(default_factory=dict)
 

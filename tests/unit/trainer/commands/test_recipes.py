@@ -17,11 +17,18 @@ from tests.support import released_models
 from tests.support.pictures import picture
 from tests.support.released_models import CONFIGS
 from tests.unit.trainer.commands.test_plan import recipe
+from trainer import start
 from trainer.cli import main
+from trainer.config.checks import models_of
+from trainer.config.prefix_sharing import with_chosen_prefixes
+from trainer.config.recipe import load_config
+from trainer.config.sync_ways import with_chosen_way
 from trainer.estimates.gpus import GPUS
 from trainer.estimates.host_memory import host_part
 from trainer.estimates.kv_cache import kv_answer_bytes
+from trainer.estimates.memory import GIB
 from trainer.estimates.model_sizes import model_sizes, shard
+from trainer.run.keeper import RunState
 
 RECIPES = [pytest.param(*recipe, id=recipe[0].stem) for recipe in released_models.recipes()]
 PAGE = (ROOT / "docs" / "memory-and-scale.md").read_text()
@@ -36,9 +43,9 @@ def test_each_family_has_a_recipe_for_one_gpu_and_one_for_eight() -> None:
 
 @pytest.mark.parametrize(("file", "name", "gpus"), RECIPES)
 def test_a_plan_fits_the_gpus_and_is_the_tables(
-    file: Path, name: str, gpus: int, tmp_path: Path
+    file: Path, name: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It needs config.json alone, whose sizes come to the published number of parameters."""
+    """It needs config.json alone, whose sizes come to the published number of parameters. A run recomputes what it prints."""
     cells = released_models.plan(file, name, gpus, tmp_path)
     published = released_models.PARAMETERS[name]
     assert f"{int(cells['parameters'][0]) / 1e9:.{len(published.partition('.')[2])}f}" == published
@@ -46,6 +53,15 @@ def test_a_plan_fits_the_gpus_and_is_the_tables(
     assert len(columns) == 3 and max(columns) <= 0.95 * GPUS["h100"].memory_gib
     assert released_models.row(file, gpus, cells) in PAGE
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    device = [f"model.path={tmp_path}", "run.device=cuda"]
+    gib = GPUS["h100"].memory_gib
+    monkeypatch.setattr(start.torch.cuda, "mem_get_info", lambda: (0, round(gib * GIB)))
+    monkeypatch.setattr(start, "world_size", lambda ranks: gpus)
+    said: list[str] = []
+    config, _ = with_chosen_way(load_config(file, device), gpus, gpus)
+    config, _ = with_chosen_prefixes(config, models_of(config, "train"))
+    start.with_settled_recomputation(config, RunState(), said.append)
+    assert len(said) == 1 and said[0] in cells
 
 
 def test_the_recipe_for_long_answers_fits_while_it_starts_and_runs(tmp_path: Path) -> None:

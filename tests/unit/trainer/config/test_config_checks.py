@@ -185,7 +185,7 @@ def test_valid_recipes_have_no_problems(config: dict) -> None:
             r"num_attention_heads of model.path = 6 must be divisible by .* \(4\)",
         ),
         (
-            {"policy": {"offload_activations": True}},
+            {"policy": {"offload_activations": True, "activation_checkpointing": "none"}},
             1,
             "policy.offload_activations is true, .*: set policy.activation_checkpointing to full",
         ),
