@@ -6,6 +6,7 @@ starts engines.
 """
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 ENDS_OF_RESPONSES = ("response.completed", "response.incomplete")
@@ -41,3 +42,15 @@ def takes_own_heads(sinks: Any) -> bool:
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     return inspect.unwrap(sinks.weight_loader) is not default_weight_loader
+
+
+def unknown_to_vllm(request: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of these settings of a request to vLLM's server that its class does not know, so
+    that vLLM makes no sampling parameters of them.
+
+    In 0.31 a `ResponsesRequest` has neither `min_p` nor `stop_token_ids`.
+    """
+    values = {
+        name: getattr(request, name, None) for name in names if name not in type(request).model_fields
+    }
+    return {name: value for name, value in values.items() if value is not None}

@@ -169,10 +169,10 @@ def fill_sampling(request: Any, trained: SamplingSettings) -> None:
     or for beam search.
     """
     for name in ("temperature", "top_p", "top_k", "min_p"):
-        if getattr(request, name) is None:
+        if getattr(request, name, None) is None:
             setattr(request, name, getattr(trained, name))
     for name in ("stop", "stop_token_ids"):
-        chosen = getattr(request, name) or []
+        chosen = getattr(request, name, None) or []
         defaults = getattr(trained, name)
         chosen = [chosen] if isinstance(chosen, str) else chosen
         setattr(request, name, [*chosen, *(value for value in defaults if value not in chosen)])

@@ -277,7 +277,8 @@ class ServedCall:
         with the empty answers that the client has left out. find_exact: returns the ids that a
         chat's prompt has to begin with, if any. unread: True where vLLM could not read the tool
         calls in an answer. generations: the answers, by the choice's index in the response.
-        expanded: the prompt as it was rendered with its images, if it has any.
+        expanded: the prompt as it was rendered with its images, if it has any. unknown: settings of
+        the request that this release of vLLM does not make sampling parameters of.
     """
 
     sampling: SamplingSettings | None
@@ -297,6 +298,7 @@ class ServedCall:
     unread: bool = False
     generations: dict[int, Generation] = field(default_factory=dict)
     expanded: PromptInput | None = None
+    unknown: dict[str, Any] = field(default_factory=dict)
 
     def open_in(self, conversations: Conversations) -> None:
         """Open the trajectory that the request asks for, unless another request has opened it

@@ -13,6 +13,8 @@ from http import HTTPStatus
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from generation.engine.engine import Engine, Stream
 from generation.engine.image_inputs import ImageCountError
 from generation.engine.lifecycle import EngineStateError
@@ -21,7 +23,7 @@ from generation.engine.sampling import SamplingSettings, response_budget, vllm_s
 from generation.engine.slices import Turnstile, Unfinished
 from generation.engine.thread import as_ready
 from generation.engine.vllm_compat import request_errors
-from generation.engine.vllm_differences import server_arguments
+from generation.engine.vllm_differences import server_arguments, unknown_to_vllm
 from generation.exact_ids import Generation
 from generation.images import PromptInput
 from generation.server.bodies import Limits, check_unforced, exact_prompt, fill_sampling, short
@@ -109,7 +111,9 @@ class ServedEngine:
             if call.sampling is not None:
                 fill_sampling(request, call.sampling)
             elif not request.ignore_eos:
-                request.stop_token_ids = [*(request.stop_token_ids or []), *self._settings.eos_token_ids]
+                chosen = getattr(request, "stop_token_ids", None) or []
+                request.stop_token_ids = [*chosen, *self._settings.eos_token_ids]
+            call.unknown = unknown_to_vllm(request, ("min_p", "stop_token_ids"))
 
     def generate(
         self, prompt: Any, sampling_params: "SamplingParams", request_id: str, **options: Any
@@ -237,6 +241,8 @@ class ServedEngine:
                 400, f"a prompt of {prompt_length} tokens leaves no room in a context length of {length}"
             )
         params = params.clone()
+        if call.unknown:
+            params = replace(params, **call.unknown)
         params.max_tokens = budget
         if params.logprobs is None:
             params.logprobs = 0

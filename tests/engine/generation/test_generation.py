@@ -205,7 +205,8 @@ def test_vllms_argument_names_are_read_without_importing_it() -> None:
     }
     ours = engine_arguments(EngineSettings("m", 64, lora_rank=8)).keys() - free - {"use_tqdm_on_load"}
     assert ours <= OWN_ARGUMENTS.keys()
-    assert {*OWN_ARGUMENTS, *UNSYNCED, *QUANTIZING} <= engine_argument_names()
+    younger = {"sleep_mode_offload_cudagraph"}  # vLLM 0.31 lacks it
+    assert {*OWN_ARGUMENTS, *UNSYNCED, *QUANTIZING} - younger <= engine_argument_names()
 
 
 @pytest.mark.parametrize("folder", ["repository", "a repository"])

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import inspect
 import json
 import logging
 import os
@@ -634,7 +635,9 @@ def test_sampling_that_is_not_trained_on_is_refused(
 def test_strict_tools_are_accepted_in_training_but_not_enforced(
     leader: Leader, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Several frameworks send them by default. Answer are sampled freely; a metric and one warning say so."""
+    """Several frameworks send them by default. Answers are sampled freely; a metric and one warning say so."""
+    from vllm.tool_parsers import utils as tool_parsers
+
     for server in serving(leader, sampling=SAMPLING, eos_token_ids=(2,)):
         key = opened(server, leader)
 
@@ -649,8 +652,10 @@ def test_strict_tools_are_accepted_in_training_but_not_enforced(
         assert (alone.content, alone.tool_calls) == (free.content, free.tool_calls)
         one, same, *rest = taken(server, leader, key)
         assert same.response_ids == one.response_ids
+        # Of `parallel_tool_calls: false`, too, vLLM makes a grammar, but not in 0.31.
+        one_call_alone = "parallel_tool_calls" in inspect.getsource(tool_parsers)
         assert [t.metrics.get("server/strict_ignored") for t in (one, same, *rest)] == [
-            3.0,
+            2 + one_call_alone,
             None,
             None,
             None,

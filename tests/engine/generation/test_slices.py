@@ -401,7 +401,7 @@ def test_rollouts_in_slices_equal_uncut_ones_and_make_as_many_calls(
     expected = leader.thread.run(one_by_one(plain), 120, "episodes")
     with Episodes(leader, 5, [episode(cut, place) for place in range(3)]) as episodes:
         assert episodes.results() == expected
-        assert episodes.slices.opening > 4
+        assert episodes.slices.opening > 2
     assert not [trajectory.error for done in expected for trajectory in done if trajectory.error]
     assert (plain.calls > 8 or level == 1) and cut.calls == plain.calls
     assert sorted(map(str, cut.seen)) == sorted(map(str, plain.seen))

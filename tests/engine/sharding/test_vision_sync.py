@@ -1,5 +1,6 @@
 """Multimodal models on a real engine: the encoders' weights arrive like all others, and images pass through them."""
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +121,10 @@ def test_an_engine_reads_images_through_the_weights_it_was_sent(
     sizes, first and last, beside rows without, and two turns with an image each. The export opens in plain Transformers
     and in another engine, with the same answers.
     """
+    from transformers import LlavaModel  # once torchvision can be imported
+
+    if "mm_encoder_outputs" not in inspect.signature(LlavaModel.forward).parameters:
+        pytest.skip("training with images needs Transformers 5.19, and vLLM 0.31 takes an older one")
     folder = tiny_vlm(architecture=kind, tied=tied)
     processor = ImageProcessor(str(folder))
     prompts, greedy = make_prompts(processor), SamplingSettings(max_tokens=12, temperature=0.0)

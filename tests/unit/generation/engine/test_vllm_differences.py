@@ -5,12 +5,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from generation.engine import vllm_compat
 from generation.engine.settings import EngineSettings
-from generation.engine.vllm_differences import server_arguments
+from generation.engine.vllm_differences import server_arguments, unknown_to_vllm
 
 
 def test_the_servers_command_line_is_found_where_a_release_has_it(
@@ -53,3 +54,15 @@ def test_a_hybrid_starts_without_a_cache_of_prefixes_whatever_a_release_calls_it
     monkeypatch.setattr(vllm_compat, "needs_cut_prompts", lambda error: False)
     with pytest.raises(AssertionError, match="Chunked prefill"):
         vllm_compat._checked_config(settings)
+
+
+def test_settings_that_a_request_does_not_know_are_found_whatever_it_holds() -> None:
+    """vLLM's requests keep fields that they do not know, but make no sampling parameters of them."""
+
+    class Request(BaseModel, extra="allow"):
+        min_p: float | None = None
+
+    asked = ("min_p", "stop_token_ids", "top_k")
+    request = Request.model_validate({"min_p": 0.5, "stop_token_ids": [7]})
+    assert unknown_to_vllm(request, asked) == {"stop_token_ids": [7]}
+    assert unknown_to_vllm(Request(), asked) == {}
