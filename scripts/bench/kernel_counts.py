@@ -5,8 +5,8 @@
 
 FOLDER has a model's config.json; no weights are read. A layer's passes are forward, forward
 again in backward, and backward, in bfloat16, as the mean over all layers. `eager` is `policy.compile: false`. In `fused`,
-norms, rotary embeddings and gates are counted by their inputs and outputs (`trainer.estimates.kernels`). The head is
-`target_logprobs`, for as many targets as there are tokens.
+norms, rotary embeddings, gates, and what the head makes of a block of logits, are counted by their inputs and outputs
+(`trainer.estimates.kernels`). The head is `target_logprobs`, for as many targets as there are tokens.
 
 Gigabytes are those of all kernels but products that are bound by their operations. Milliseconds follow from the rates
 given, by default an H100's sustained ones, and from 10 us for each launch, which the host makes at the same time.
@@ -14,13 +14,14 @@ given, by default an H100's sustained ones, and from 10 us for each launch, whic
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import save, show
 
 from trainer.config.model_file import model_config
 from trainer.config.schema import TrainConfig
-from trainer.estimates.kernels import KernelCounter, PassCount, count_kernels
+from trainer.estimates.kernels import KernelCounter, PassCount, as_one_kernel, count_kernels
 from trainer.estimates.time import LAUNCH
 from trainer.policy.logprobs import block_shape, cuda_block_elements, target_logprobs
 
@@ -45,7 +46,7 @@ def sizes(folder: str) -> dict[str, int]:
     return config.get("text_config") or config
 
 
-def head_counts(folder: str, tokens: int) -> PassCount:
+def head_counts(folder: str, tokens: int, **make: Any) -> PassCount:
     """Return the count of a forward and backward pass of the output head on an 80 GiB device."""
     width, vocabulary = (sizes(folder)[key] for key in ("hidden_size", "vocab_size"))
     hidden, weight = (
@@ -55,7 +56,7 @@ def head_counts(folder: str, tokens: int) -> PassCount:
     targets = torch.empty(tokens, dtype=torch.int64, device="meta")
     block = block_shape(cuda_block_elements(80 << 30), vocabulary)
     with KernelCounter() as counter:
-        logprobs, _ = target_logprobs(hidden, weight, None, targets, block=block)
+        logprobs, _ = target_logprobs(hidden, weight, None, targets, block=block, **make)
         torch.autograd.grad([logprobs], [hidden, weight], [torch.empty_like(logprobs)])
     return counter.per_token(tokens)
 
@@ -75,7 +76,8 @@ def main() -> None:
     counts = {
         "layer, eager": layer_counts(folder, options.tokens, False),
         "layer, fused": layer_counts(folder, options.tokens, None),
-        "head": head_counts(folder, options.tokens),
+        "head, eager": head_counts(folder, options.tokens),
+        "head, fused": head_counts(folder, options.tokens, make=as_one_kernel),
     }
     rows = [row(name, count, options) for name, count in counts.items()]
     columns = ["part", "kernels", "products", "GB", "products, ms", "memory, ms", "launches, ms"]

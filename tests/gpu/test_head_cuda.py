@@ -1,11 +1,15 @@
 """The output head by blocks on a GPU, beside the same in float64 on the CPU. Skipped without a GPU.
 
-It has run on the GPU in software (tests/softgpu), and on no real one yet.
+It has run on the GPU in software (tests/softgpu), unfused, and on no real one yet.
 """
+
+import os
+from functools import lru_cache
 
 import pytest
 import torch
 
+from trainer.policy.fused import Fused
 from trainer.policy.logprobs import block_shape, cuda_block_elements, target_logprobs
 
 pytestmark = pytest.mark.gpu
@@ -14,12 +18,16 @@ TOKENS, HIDDEN, VOCABULARY = 600, 64, 20000
 BLOCK = (256, 2048)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "fp32_head"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 )
 def test_a_head_by_blocks_is_that_of_float64_in_the_memory_of_a_few_blocks(
-    dtype: torch.dtype, fp32_head: bool
+    dtype: torch.dtype, fp32_head: bool, fused: bool
 ) -> None:
+    if fused and "TORCHDYNAMO_DISABLE" in os.environ:
+        pytest.skip("needs torch.compile")
+    make = {"make": lru_cache(maxsize=None)(Fused)} if fused else {}
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, generator=draw).to(dtype)
     weight = torch.randn(VOCABULARY, HIDDEN, generator=draw).mul_(0.1).to(dtype)
@@ -33,7 +41,13 @@ def test_a_head_by_blocks_is_that_of_float64_in_the_memory_of_a_few_blocks(
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         values = target_logprobs(
-            *leaves, None, places, 0.8, block, fp32_head=fp32_head and dtype is torch.bfloat16
+            *leaves,
+            None,
+            places,
+            0.8,
+            block,
+            fp32_head=fp32_head and dtype is torch.bfloat16,
+            **(make if device == "cuda" else {}),
         )
         gradients = torch.autograd.grad(values[0].sum() + values[1].sum(), leaves)
         if device == "cuda" and block is not None:

@@ -379,8 +379,9 @@ class PolicyConfig(Section):
     max_skipped_steps: Count = key(3, "number of non-finite updates in a row that ends the run")
     compile: bool | None = key(
         None,
-        "fsdp only: torch.compile for norms, rotary embeddings and gates of MLPs, in a minute of the "
-        "first step; null: true on CUDA, where the first update compares it with plain computation",
+        "fsdp only: torch.compile for norms, rotary embeddings, gates of MLPs and, on CUDA, logits, in "
+        "a minute of the first step; null: true on CUDA, where the first update compares it with plain "
+        "computation",
     )
     reshard_after_forward: bool = key(True, "free gathered weights between forward and backward")
     offload: Literal["none", "optimizer", "all"] = key(

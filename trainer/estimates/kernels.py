@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode,
 )
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AttentionInterface, PreTrainedModel
 
 from trainer.config.model_file import EXPERT_KEYS, model_config
@@ -124,7 +124,7 @@ def count_kernels(config: TrainConfig, path: str, rows: int, length: int) -> Ker
         if isinstance(module, PreTrainedModel):
             module.config._attn_implementation = _COUNTED_ATTENTION
     if config.policy.backend == "fsdp" and config.policy.compile is not False:
-        fuse(model, _counted)
+        fuse(model, as_one_kernel)
     layers = decoder(model).layers
     repeated: dict[int, int] = {}  # how often a kind occurs, by the index of its first layer
     first_of: dict[Any, int] = {}
@@ -214,7 +214,7 @@ class KernelCounter(TorchDispatchMode):
         return result
 
 
-def _counted(body: Pointwise) -> Pointwise:
+def as_one_kernel(body: Pointwise) -> Pointwise:
     """Return the body as what counts as one kernel, forward and backward."""
 
     def call(*args: Any, **options: Any) -> Any:
@@ -234,14 +234,14 @@ class _OneKernel(torch.autograd.Function):
         pack = saved_tensors_hooks(kept.append, lambda packed: packed)
         with _disable_current_modes(), torch.enable_grad(), pack:
             result = body()
-        results = tree_leaves(result)
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         storages = {tensor.untyped_storage()._cdata for tensor in kept}
         reads = [x for x in operands if x.untyped_storage()._cdata in storages]
         ctx.reads = operands if len(storages) > len(reads) else reads
         ctx.operands = operands
         ctx.tensors = tensors
-        _count(len({tensor.shape for tensor in results}), [*operands, *results])
-        return tree_map(Tensor.detach, result)
+        _count(len({tensor.shape for tensor in results}) or 1, [*operands, *results])
+        return tree_map_only(Tensor, Tensor.detach, result)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

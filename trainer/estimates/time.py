@@ -63,14 +63,15 @@ kernels are shorter. Between Python, dispatcher, autograd and driver 5 to 25 mic
 assumed.
 """
 
-_LOGIT_BYTES = 82
-"""Bytes of memory traffic per logit, counted at temperature 1 without a gradient of the entropy: 46
-in the forward pass of `trainer.policy.logprobs`, and 36 in its backward pass. An entropy bonus adds
-32, another temperature 24.
+_LOGIT_BYTES = {False: 82, True: 6.4}
+"""Bytes of memory traffic per logit besides products, by whether the head is fused, counted at
+temperature 1 without a gradient of the entropy: 46 or 2 in the forward pass of
+`trainer.policy.logprobs`, and 36 or 4.4 in its backward pass. If it is not fused, an entropy bonus
+adds 32, another temperature 24.
 """
 
-_BLOCK_KERNELS = 50
-"""Kernels of both passes for a block of logits, counted."""
+_BLOCK_KERNELS = {False: 52, True: 22}
+"""Kernels of both passes for a block of logits, counted, by whether the head is fused."""
 
 _HOST_MEMORY = 100e9
 """Bytes a second that the CPU reads and writes for one rank's optimizer; estimated."""
@@ -272,7 +273,8 @@ def _update(
     products = (step_flops(config, model, ranks, lengths) + passes * again) / compute
     counted = model.kernels.forward.times(1 + recomputed) + model.kernels.backward
     logits = model.config["vocab_size"] * targets
-    elementwise = passes * (counted.token_bytes * counted_tokens + _LOGIT_BYTES * logits) / memory
+    fused = policy.backend == "fsdp" and policy.compile is not False
+    elementwise = passes * (counted.token_bytes * counted_tokens + _LOGIT_BYTES[fused] * logits) / memory
     yield Cost(
         "update: products",
         products,
@@ -284,7 +286,7 @@ def _update(
     micro_batches = passes * updates * math.ceil(shared / updates / config.batch.tokens_per_micro_batch)
     blocks = passes * logits / cuda_block_elements(int(gpu.memory_gib * GIB))
     launches = counted.kernels - (recomputed - share) * model.kernels.forward.products
-    kernels = micro_batches * launches + blocks * _BLOCK_KERNELS
+    kernels = micro_batches * launches + blocks * _BLOCK_KERNELS[fused]
     waited = max(0.0, kernels * LAUNCH - products - elementwise)
     yield Cost(
         "update: launches",
@@ -295,12 +297,8 @@ def _update(
     busy = products + elementwise + waited
     if policy.offload_activations:
         # To the host in forward and back in backward, on the stream that computes
-        size = (
-            recomputed_layers(policy, model)
-            * tokens
-            * compute_width(policy)
-            * model.config["hidden_size"]
-        )
+        width = compute_width(policy) * model.config["hidden_size"]
+        size = recomputed_layers(policy, model) * tokens * width
         yield Cost("update: activations", passes * 2 * size / HOST, remark="inputs of recomputed layers")
     if policy.sequence_parallel > 1:
         yield _exchanges(policy, model, gpu, passes * tokens, micro_batches)

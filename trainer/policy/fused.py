@@ -1,5 +1,6 @@
-"""Pointwise parts of decoder layers as one compiled kernel each: norms, rotary embeddings, and the
-product of activation and gate in MLPs and experts.
+"""Pointwise parts of a model as one compiled kernel each: norms, rotary embeddings, and the
+product of activation and gate in MLPs and experts; on a GPU, what the output head makes of a block
+of logits (`trainer.policy.logprobs`).
 
 `torch.compile` compiles these bodies alone, for any number of tokens, and the products between them
 stay eager: recomputation, adapters, FSDP2 and common beginnings see the same modules as before.
@@ -109,6 +110,8 @@ def fuse(model: PreTrainedModel, make: Callable[[Pointwise], Pointwise] = Fused)
         elif getattr(kind, "_apply_gate", None) is getattr(moe, "_default_apply_gate", moe):
             module._apply_gate = partial(one(_gated_halves), module.act_fn)
             fused["gates of MLPs"] += 1
+    if (head := model.get_output_embeddings()) is not None:
+        head.fused = one  # for `target_logprobs` on a GPU
     return [name for name, count in fused.items() if not count]
 
 

@@ -13,7 +13,7 @@ the forward pass, there is room for those of H tokens. With H = 512 and N = 2,04
 quarter of one product of four, which is 3 to 4 % of a step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +35,13 @@ CPU_ELEMENTS = 1 << 19
 DEVICE_SHARE = 1 / 640
 
 
+Maker = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _as_it_is(body: Callable[..., Any]) -> Callable[..., Any]:
+    return body
+
+
 def target_logprobs(
     hidden: Tensor,  # [N, H]
     weight: Tensor,  # [V, H], same dtype as hidden
@@ -44,6 +51,7 @@ def target_logprobs(
     block: tuple[int, int] | None = None,  # R and C; by default chosen from V and the device
     fp32_head: bool = False,
     head: Logits = UNCHANGED,
+    make: Maker = _as_it_is,
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy
     of that distribution.
@@ -52,7 +60,8 @@ def target_logprobs(
     in float32 (float64 for float64 inputs). Both results are differentiable in hidden, weight and
     bias; gradients are in the inputs' dtype. With `fp32_head`, the product's result is float32
     instead of being rounded to bfloat16; the engine must do the same (`EngineSettings.fp32_head`),
-    or the gap between the two grows. Returns logprobs [N] and entropy [N] in nats, float32.
+    or the gap between the two grows. `make` may compile the pointwise bodies. Returns logprobs [N]
+    and entropy [N] in nats, float32.
     """
     if block is None:
         elements = CPU_ELEMENTS
@@ -64,7 +73,7 @@ def target_logprobs(
     if not in_use(Shortcut.HEAD):
         rows = max(1, block[0] * block[1] // weight.shape[0])
         return _plain_logprobs(hidden, weight, bias, targets, temperature, rows, wide, head)
-    settings = (temperature, block, wide, head)
+    settings = (temperature, block, wide, head, make)
     logprobs, entropy = _TargetLogprobs.apply(hidden, weight, bias, targets, settings)
     return logprobs, entropy
 
@@ -119,14 +128,21 @@ def _parts(size: int, part: int) -> Iterator[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, wide: bool, head: Logits) -> Tensor:
-    """Return a block of logits, [R, C], in float32 or wider; changed in the dtype of products, as
-    in the engine.
+    """Return a block of logits, [R, C], in the dtype of products, in which the engine changes them,
+    too.
     """
     if wide and hidden.is_cuda:
         # Reads bfloat16, sums and writes float32, without a float32 copy of the weight
         products = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         return head.of(products if bias is None else products.add_(bias))
-    logits = head.of(torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias))
+    return head.of(torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias))
+
+
+def _widened(logits: Tensor) -> Tensor:
+    """Return logits in float32 or wider, to overwrite: a compiled body keeps its input, which would
+    otherwise be written once more.
+    """
+    logits = logits.clone() if torch.compiler.is_compiling() else logits
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -155,12 +171,13 @@ class _TargetLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        settings: tuple[float, tuple[int, int], bool, Logits],
+        settings: tuple[float, tuple[int, int], bool, Logits, Maker],
     ) -> tuple[Tensor, Tensor]:
         """Sum exp(z - m) and (z - m) exp(z - m) over the columns, where m is the maximum of a
         token's z so far.
         """
-        temperature, (tokens, columns), wide, head = settings
+        temperature, (tokens, columns), wide, head, make = settings
+        add = make(_add_block)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         chosen = torch.zeros(len(targets), dtype=dtype, device=hidden.device)
         total = torch.zeros_like(chosen)
@@ -171,16 +188,8 @@ class _TargetLogprobs(torch.autograd.Function):
             operands = _head_operands(weight, bias, part, wide)
             for rows in _parts(len(targets), tokens):
                 logits = _logits(hidden[rows], *operands, wide, head)
-                logits = logits if temperature == 1.0 else logits.div_(temperature)
-                local_ids, inside = _local_ids(targets[rows], part)
-                chosen[rows].add_(logits.gather(1, local_ids).squeeze(1).where(inside, 0.0))
-                largest = torch.maximum(maximum[rows], logits.amax(dim=1))
-                change = maximum[rows] - largest
-                exponentials = logits.sub_(largest.unsqueeze(1)).exp()
-                weighted[rows].addcmul_(change, total[rows]).mul_(change.exp())
-                weighted[rows].add_(torch.linalg.vecdot(exponentials, logits))
-                total[rows].mul_(change.exp()).add_(exponentials.sum(dim=1))
-                maximum[rows] = largest
+                sums = [rows_of[rows].unsqueeze(1) for rows_of in (chosen, maximum, total, weighted)]
+                add(logits, *_local_ids(targets[rows], part), *sums, temperature)
         logarithm = total.log()
         entropy = logarithm - weighted / total
         ctx.save_for_backward(hidden, weight, bias, targets, maximum + logarithm, entropy)
@@ -197,8 +206,11 @@ class _TargetLogprobs(torch.autograd.Function):
         + entropy).
         """
         hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
-        temperature, (tokens, columns), wide, head = ctx.settings
+        temperature, (tokens, columns), wide, head, make = ctx.settings
+        slopes_of = make(_grad_products)
+        by_row = [normaliser, entropy, grad_logprobs, grad_entropy]
         dtype = normaliser.dtype
+        narrows = hidden.device.type != "cpu"  # both products read the gradient in the narrow dtype
         grad_hidden = torch.zeros_like(hidden, dtype=dtype)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=dtype, device=bias.device)
@@ -206,26 +218,22 @@ class _TargetLogprobs(torch.autograd.Function):
             operands = _head_operands(weight, bias, part, wide)
             total = None if grad_weight is None else torch.zeros_like(weight[part], dtype=dtype)
             for rows in _parts(len(targets), tokens):
-                logits = _logits(hidden[rows], *operands, wide, head)
-                slopes = head.slopes(logits)
-                logits = logits if temperature == 1.0 else logits.div_(temperature)
-                grad = _grad_logits(
-                    logits.sub_(normaliser[rows].unsqueeze(1)),
+                grad = slopes_of(
+                    _logits(hidden[rows], *operands, wide, head),
                     *_local_ids(targets[rows], part),
-                    entropy[rows],
-                    None if grad_logprobs is None else grad_logprobs[rows],
-                    None if grad_entropy is None else grad_entropy[rows],
+                    *[None if of is None else of[rows].unsqueeze(1) for of in by_row],
+                    temperature,
+                    head,
+                    hidden.dtype if narrows else dtype,
                 )
-                grad = grad if temperature == 1.0 else grad.div_(temperature)
-                grad = grad if slopes is None else grad.mul_(slopes)
                 if grad_bias is not None:
-                    grad_bias[part] += grad.sum(dim=0)
+                    grad_bias[part] += grad.sum(dim=0, dtype=dtype)
                 narrow = grad.to(hidden.dtype)
-                factors = (narrow, weight[part]) if hidden.is_cuda else (grad, weight[part].to(dtype))
+                factors = (narrow, weight[part]) if narrows else (grad, weight[part].to(dtype))
                 _add_product(grad_hidden[rows], *factors)
                 if total is not None:
                     _add_product(total, narrow.t(), hidden[rows])
-                del logits, slopes, grad, narrow  # else they would exist beside the next block's
+                del grad, narrow, factors  # else they would exist beside the next block's
             if grad_weight is not None and total is not None:
                 grad_weight[part] = total
         grad_bias = None if grad_bias is None else grad_bias.to(weight.dtype)
@@ -233,12 +241,35 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 def _local_ids(targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """Return the targets' columns within a part of the vocabulary, [R, 1], and which targets are in
-    it, [R].
+    """Return the targets' columns within a part of the vocabulary, and which targets are in it,
+    [R, 1].
     """
     local_ids = targets - part.start
     inside = (local_ids >= 0) & (targets < part.stop)
-    return local_ids.where(inside, 0).unsqueeze(1), inside
+    return local_ids.where(inside, 0).unsqueeze(1), inside.unsqueeze(1)
+
+
+def _add_block(
+    logits: Tensor,
+    local_ids: Tensor,
+    inside: Tensor,
+    chosen: Tensor,
+    maximum: Tensor,
+    total: Tensor,
+    weighted: Tensor,
+    temperature: float,
+) -> None:
+    """Add a block of logits to the sums of its rows, each [R, 1]; may overwrite `logits`."""
+    logits = _widened(logits)
+    logits = logits if temperature == 1.0 else logits.div_(temperature)
+    chosen.add_(logits.gather(1, local_ids).where(inside, 0.0))
+    largest = torch.maximum(maximum, logits.amax(dim=1, keepdim=True))
+    change = maximum - largest
+    exponentials = logits.sub_(largest).exp()
+    weighted.addcmul_(change, total).mul_(change.exp())
+    weighted.add_(torch.linalg.vecdot(exponentials, logits).unsqueeze(1))
+    total.mul_(change.exp()).add_(exponentials.sum(dim=1, keepdim=True))
+    maximum.copy_(largest)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -253,26 +284,41 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _grad_logits(
-    log_p: Tensor,
+def _grad_products(
+    logits: Tensor,
     local_ids: Tensor,
     inside: Tensor,
+    normaliser: Tensor,
     entropy: Tensor,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
+    temperature: float,
+    head: Logits,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient with respect to the logits after division by the temperature, [R, C];
-    overwrites `log_p`.
+    """Return the gradient with respect to the products that a block of logits was made of, [R, C];
+    may overwrite the logits. The tensors after them are [R, 1].
     """
+    logits = _widened(logits)
+    slopes = head.slopes(logits)
+    log_p = (logits if temperature == 1.0 else logits.div_(temperature)).sub_(normaliser)
     p = log_p.exp_() if grad_entropy is None else log_p.exp()
     if grad_entropy is None:
         grad = p
     else:
-        grad = log_p.add_(entropy.unsqueeze(1)).mul_(p).mul_(-grad_entropy.unsqueeze(1))
+        grad = log_p.add_(entropy).mul_(p).mul_(-grad_entropy)
     if grad_logprobs is not None:
-        column = grad_logprobs.unsqueeze(1)
-        grad = p.mul_(-column) if grad_entropy is None else grad.addcmul_(p, column, value=-1.0)
-        grad.scatter_add_(1, local_ids, column.where(inside.unsqueeze(1), 0.0))
+        grad = (
+            p.mul_(-grad_logprobs)
+            if grad_entropy is None
+            else grad.addcmul_(p, grad_logprobs, value=-1.0)
+        )
+        if torch.compiler.is_compiling():  # in the same pass, which a scatter is not
+            columns = torch.arange(grad.shape[1], device=grad.device)
+            grad = grad + grad_logprobs.where(inside & (columns == local_ids), 0.0)
+        else:
+            grad.scatter_add_(1, local_ids, grad_logprobs.where(inside, 0.0))
     elif grad_entropy is None:
         grad.zero_()
-    return grad
+    grad = grad if temperature == 1.0 else grad.div_(temperature)
+    return (grad if slopes is None else grad.mul_(slopes)).to(dtype)

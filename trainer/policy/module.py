@@ -175,7 +175,8 @@ def _return_logprobs(head: nn.Linear, changes: Logits, fp32_head: bool) -> None:
             return logits(hidden)
         targets, temperature = extra
         operands = (hidden, head.weight, head.bias, targets, temperature)
-        return target_logprobs(*operands, fp32_head=fp32_head, head=changes)
+        fused: dict[str, Any] = {"make": head.fused} if hidden.is_cuda and hasattr(head, "fused") else {}
+        return target_logprobs(*operands, fp32_head=fp32_head, head=changes, **fused)
 
     head.forward = forward  # type: ignore[assignment, method-assign]
 

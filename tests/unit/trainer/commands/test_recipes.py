@@ -53,6 +53,8 @@ def test_a_plan_fits_the_gpus_and_is_the_tables(
     assert len(columns) == 3 and max(columns) <= 0.95 * GPUS["h100"].memory_gib
     assert released_models.row(file, gpus, cells) in PAGE
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    if file.stem == "gsm8k_qwen3_4b_8gpu":
+        assert float(cells["update"][2].split("%")[0].removeprefix("MFU ")) >= 45, "of an H100's peak"
     device = [f"model.path={tmp_path}", "run.device=cuda"]
     gib = GPUS["h100"].memory_gib
     monkeypatch.setattr(start.torch.cuda, "mem_get_info", lambda: (0, round(gib * GIB)))

@@ -102,7 +102,7 @@ def test_the_sum_over_kinds_of_layers_is_the_count_of_the_whole_trunk(
     counts = count_kernels(plan, str(tmp_path), rows=2, length=64)
     model = build_meta_model(tmp_path, plan.model, torch.bfloat16, torch.device("meta"))
     model.config.get_text_config()._attn_implementation = kernels._COUNTED_ATTENTION
-    fuse(model, kernels._counted)
+    fuse(model, kernels.as_one_kernel)
     layers = decoder(model).layers
     entire = kernels._trunk_counts(model, layers, 2, 64)
     none = kernels._trunk_counts(model, layers[:0], 2, 64)
@@ -128,8 +128,14 @@ def test_narrow_factors_of_adapters_count_by_their_bytes(tmp_path: Path) -> None
     assert adapted.forward.token_bytes > bare.forward.token_bytes
 
 
-def test_bytes_and_kernels_of_the_head_are_those_of_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a small hidden size and no bytes of products, what is left is the traffic of logits."""
+@pytest.mark.parametrize("fused", [False, True])
+def test_bytes_and_kernels_of_the_head_are_those_of_its_code(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a small hidden size and no bytes of products, what is left is the traffic of logits.
+
+    Fused, each pass reads them once, and the second writes their gradients: 6 bytes of bfloat16.
+    """
     monkeypatch.setattr(kernels, "WIDE", 0)
     tokens, hidden_size, vocabulary = 8192, 64, 65_536
     hidden = torch.empty(tokens, hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=True)
@@ -139,11 +145,13 @@ def test_bytes_and_kernels_of_the_head_are_those_of_its_code(monkeypatch: pytest
     targets = torch.empty(tokens, dtype=torch.int64, device="meta")
     block = block_shape(cuda_block_elements(80 << 30), vocabulary)
     with kernels.KernelCounter() as counter:
-        logprobs, _ = target_logprobs(hidden, weight, None, targets, block=block)
+        make = {"make": kernels.as_one_kernel} if fused else {}
+        logprobs, _ = target_logprobs(hidden, weight, None, targets, block=block, **make)
         torch.autograd.grad([logprobs], [hidden, weight], [torch.empty_like(logprobs)])
     blocks = tokens * vocabulary / (block[0] * block[1])
-    assert counter.bytes / tokens / vocabulary == pytest.approx(_LOGIT_BYTES, rel=0.1)
-    assert counter.kernels / blocks == pytest.approx(_BLOCK_KERNELS, rel=0.1)
+    assert counter.bytes / tokens / vocabulary == pytest.approx(_LOGIT_BYTES[fused], rel=0.05)
+    assert counter.kernels / blocks == pytest.approx(_BLOCK_KERNELS[fused], rel=0.05)
+    assert 6 < _LOGIT_BYTES[True] < 30
 
 
 def test_a_device_waits_for_the_host_where_kernels_are_many_and_short(tiny_qwen2: Path) -> None:
@@ -154,13 +162,13 @@ def test_a_device_waits_for_the_host_where_kernels_are_many_and_short(tiny_qwen2
     ]
     blocks = 38_400 * 100_000 / cuda_block_elements(80 << 30)
     assert few.seconds == 0.0
-    assert few.hidden == pytest.approx(LAUNCH * (7 * 4000 + blocks * _BLOCK_KERNELS))
+    assert few.hidden == pytest.approx(LAUNCH * (7 * 4000 + blocks * _BLOCK_KERNELS[True]))
     many = replace(BILLION, kernels=KernelCounts(PassCount(1e6, 0.0), PassCount(0.0, 0.0)))
     costs = by_name(step_costs(plan, many, 4, GPU, LENGTHS))
     working = costs["update: products"].seconds + costs["update: elementwise"].seconds
     assert costs["update: launches"].hidden == pytest.approx(working)
     assert costs["update: launches"].seconds == pytest.approx(
-        LAUNCH * (7 * 2e6 + blocks * _BLOCK_KERNELS) - working
+        LAUNCH * (7 * 2e6 + blocks * _BLOCK_KERNELS[True]) - working
     )
 
 

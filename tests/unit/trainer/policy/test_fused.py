@@ -2,8 +2,9 @@
 
 import copy
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,10 @@ from trainer.config.schema import LoraConfig, PolicyConfig
 from trainer.errors import UserError
 from trainer.model_structure import decoder
 from trainer.policy import fused
+from trainer.policy import module as policy_module
 from trainer.policy.fused import Fused, fuse, is_fused
+from trainer.policy.head import Logits
+from trainer.policy.logprobs import target_logprobs
 from trainer.policy.lora import add_adapters
 from trainer.policy.shortcuts import Shortcut, without
 
@@ -146,6 +150,57 @@ def test_generated_kernels_are_as_near_to_float64_as_eager_ones() -> None:
         bound = 3 if name == "weight" else 1.2  # a sum over all tokens, in another order
         far, near = (distance({name: tensors[name]}, {name: value}) for tensors in (eager, compiled))
         assert 0 < near <= bound * far, name
+
+
+HEADS = [
+    (50, 1.0, Logits(), False),
+    (50, 0.7, Logits(1.5, 3.0, 0.8), True),
+    (37, 1.0, Logits(), False),
+    (1, 0.7, Logits(1.5, 3.0, 0.8), True),
+]
+"""Tokens, a temperature, what the model does to its logits, and whether there are a bias and slopes of entropies."""
+
+
+def headed(case: tuple[int, float, Logits, bool], dtype: torch.dtype, **maker: Any) -> dict[str, Tensor]:
+    """Return values and gradients of a head in blocks of unlike sizes."""
+    tokens, temperature, head, everything = case
+    draw = torch.Generator().manual_seed(tokens)
+    drawn = [torch.randn(size, generator=draw) for size in ((tokens, 16), (101, 16), (101,))]
+    hidden, weight, bias = (operand.bfloat16().to(dtype).requires_grad_() for operand in drawn)
+    slopes = torch.randn(2, tokens, generator=draw)
+    targets = torch.randint(101, (tokens,), generator=draw)
+    operands = (hidden, weight, bias if everything else None)
+    values = target_logprobs(*operands, targets, temperature, (16, 32), head=head, **maker)
+    total = (values[0] * slopes[0]).sum() + everything * (values[1] * slopes[1]).sum()
+    found = [*values, *torch.autograd.grad(total, [leaf for leaf in operands if leaf is not None])]
+    return {str(index): value.detach() for index, value in enumerate(found)}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_fused_head_is_as_near_to_float64_as_an_eager_one(dtype: torch.dtype, backend: str) -> None:
+    """The real compiler has one case."""
+    make = lru_cache(maxsize=None)(partial(Fused, backend=backend))
+    with inductor.patch({"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}):
+        for case in HEADS[1:2] if backend == "inductor" else HEADS:
+            exact = headed(case, torch.float64)
+            eager = headed(case, dtype)
+            compiled = headed(case, dtype, make=make)
+            assert 0 < distance(compiled, exact) <= 1.2 * distance(eager, exact)
+
+
+def test_the_head_of_a_fused_model_is_fused_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    makers = []
+    monkeypatch.setattr(policy_module, "target_logprobs", lambda *_, **options: makers.append(options))
+    model = make_tiny(torch.float32)
+    policy_module._return_logprobs(model.lm_head, Logits(), False)
+    fuse(model, partial(Fused, backend="aot_eager"))
+    for on_gpu in (True, False):
+        hidden = SimpleNamespace(is_cuda=on_gpu)
+        model.lm_head.forward(hidden, torch.zeros(1), 1.0)
+        assert ("make" in makers[-1]) is on_gpu
+    body = makers[0]["make"](torch.relu)
+    assert isinstance(body, Fused) and makers[0]["make"](torch.relu) is body, "compiled once"
 
 
 def test_adapters_in_a_gated_mlp_learn_the_same() -> None:
