@@ -10,9 +10,9 @@ from typing import Any
 
 from generation.engine.settings import EngineSettings
 
-SUPPORTED = ((0, 32), (0, 32))
-"""The oldest and the newest release of vLLM with which all tests of engines have passed.
-pyproject.toml has the same bounds; the locks have a release between them.
+SUPPORTED = ((0, 31), (0, 33))
+"""The oldest and the newest release of vLLM that engines take: docs/vllm-notes.md says what was
+tried with each. pyproject.toml has the same bounds; the locks have a release between them.
 """
 
 RELEASES = "vLLM " + " to ".join(dict.fromkeys(f"{major}.{minor}" for major, minor in SUPPORTED))

