@@ -10,8 +10,8 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
-HEADERS = "vllm/third_party/deep_gemm/include/"
-"""Sources of CUDA kernels, which are not needed."""
+LEFT_OUT = ("vllm/third_party/deep_gemm/include/", "vllm/third_party/triton_kernels/")
+"""Sources of CUDA kernels, and kernels that builds for CPUs lack, and that an engine without Triton would try to import."""
 
 
 def lay_over(wheel: Path, site: Path) -> None:
@@ -21,7 +21,7 @@ def lay_over(wheel: Path, site: Path) -> None:
             file.unlink()
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
-            if name.endswith(".so") or name.startswith(HEADERS):
+            if name.endswith(".so") or name.startswith(LEFT_OUT):
                 continue
             archive.extract(name, site)
     for metadata in site.glob("vllm-*.dist-info/METADATA"):

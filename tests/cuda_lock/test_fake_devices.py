@@ -182,9 +182,8 @@ def test_the_head_s_gradients_are_added_up_without_waiting(wide: bool, entropy: 
     per_token = torch.empty(600)
     real = hidden, weight, bias, torch.zeros(600, dtype=torch.int64), per_token, per_token
     saved = [on_device(tensor, mode) for tensor in real]
-    context = SimpleNamespace(
-        saved_tensors=saved, needs_input_grad=(True,) * 7, temperature=0.7, chunk=256, wide=wide
-    )
+    settings = (0.7, (256, 257), wide, logprobs.UNCHANGED, logprobs._as_it_is)
+    context = SimpleNamespace(saved_tensors=saved, needs_input_grad=(True,) * 5, settings=settings)
     with mode, torch.no_grad(), Waits() as waits:
         gradients = logprobs._TargetLogprobs.backward(context, saved[4], saved[5] if entropy else None)
     assert [(g.device, g.dtype, g.shape) for g in gradients[:3]] == [
@@ -314,7 +313,7 @@ def test_weights_in_place_take_gradients_and_are_published_without_waiting(folde
         for name, weight in weights.items():
             for _ in range(2):
                 weight.grad = torch.empty_like(weight)
-                in_place._hand_over(policy.masters[name], weight)
+                in_place._accumulate(policy.masters[name], weight)
         policy._publish()
     assert {master.grad.device for master in policy.masters.values()} == {CUDA}
     assert all(

@@ -41,8 +41,8 @@ ENTRY = [
 # Imported inside functions, for the hardware or the models named, none of which is what this build is for.
 ELSEWHERE = ("rocm", "xpu", "tpu", "aiter", "cpu")
 
-# Named by the library they need, which the lock leaves out, or run in a Python of its own.
-LEFT_OUT = ("openenv", "reasoning_gym", "textarena", "verifiers_agent")
+# Named by the library they need, which the lock leaves out, run in a Python of its own, or a stand-in for what is installed.
+LEFT_OUT = ("openenv", "reasoning_gym", "textarena", "verifiers_agent", "shims.torchvision")
 
 
 def own_modules() -> list[str]:

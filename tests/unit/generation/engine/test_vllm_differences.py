@@ -1,17 +1,20 @@
 """Differences between releases of vLLM: what the installed one does not have is a small stand-in."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from vllm import SamplingParams
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from generation.engine import vllm_compat
 from generation.engine.settings import EngineSettings
 from generation.engine.vllm_differences import server_arguments, unknown_to_vllm
+from generation.server.conversations import ServedCall
+from generation.server.served_engine import ServedEngine
 
 
 def test_the_servers_command_line_is_found_where_a_release_has_it(
@@ -66,3 +69,12 @@ def test_settings_that_a_request_does_not_know_are_found_whatever_it_holds() -> 
     request = Request.model_validate({"min_p": 0.5, "stop_token_ids": [7]})
     assert unknown_to_vllm(request, asked) == {"stop_token_ids": [7]}
     assert unknown_to_vllm(Request(), asked) == {}
+
+
+def test_the_sampler_is_given_what_a_request_does_not_know() -> None:
+    server = ServedEngine.__new__(ServedEngine)
+    server._worker = SimpleNamespace(settings=SimpleNamespace(max_model_len=64))  # type: ignore[assignment]
+    call = ServedCall(sampling=None, unknown={"stop_token_ids": [7], "min_p": 0.25})
+    params = server._params(call, SamplingParams(max_tokens=4), 3)
+    assert (params.stop_token_ids, params.min_p, params.max_tokens) == ([7], 0.25, 4)
+    assert 7 in params.all_stop_token_ids
