@@ -3,8 +3,8 @@
 Every rank scores some of its answers as the run computes by default, and once more without each
 shortcut. Where the log-probabilities and entropies agree up to the rounding of the dtype, the
 shortcut stays. Otherwise all ranks leave it out for the rest of the run, since the rank that is
-furthest off decides. Of fused kernels, the norms of all parameters' gradients are compared as well;
-other gradients are not.
+furthest off decides. Of fused kernels and FlashAttention 3, the norms of all parameters' gradients
+are compared as well; other gradients are not.
 
 Cost. At most `TOKENS` tokens a rank, or two answers, are passed forward once, and once more for
 each shortcut: four times in all, and five times with sinks. With fused kernels and without they are
@@ -26,6 +26,7 @@ from trainer.config.schema import TrainConfig
 from trainer.distributed import say
 from trainer.errors import UserError
 from trainer.learning.batching import Batcher
+from trainer.policy.attention import has_flash3
 from trainer.policy.fsdp import FsdpPolicy
 from trainer.policy.fused import is_fused
 from trainer.policy.shortcuts import Shortcut, leave_out, without
@@ -44,6 +45,7 @@ LABELS = {
     Shortcut.PREFIXES: "common beginnings",
     Shortcut.HEAD: "the output head in blocks",
     Shortcut.SINKS: "attention sinks in the kernel",
+    Shortcut.FLASH3: "FlashAttention 3",
     Shortcut.FUSED: "fused kernels",
 }
 
@@ -75,6 +77,8 @@ def undecided(config: TrainConfig, policy: Policy, decisions: dict[str, bool]) -
     if any(name.endswith(".sinks") for name, _ in policy.model.named_parameters()):
         # gpt-oss has sinks, for example.
         taken.append(Shortcut.SINKS)
+    if has_flash3():
+        taken.append(Shortcut.FLASH3)
     if is_fused(config.policy, policy.device.type):
         taken.append(Shortcut.FUSED)
     return [shortcut for shortcut in taken if shortcut not in decisions]
@@ -118,8 +122,8 @@ def try_shortcuts(
             plain = scored(policy, whole if shortcut is Shortcut.PREFIXES else batches, temperature)
         farthest = all_reduce_max({"distance": distance(base, plain)})["distance"]
         gradients = 0.0
-        if shortcut is Shortcut.FUSED:
-            gradients = gradient_distance(cast(FsdpPolicy, policy), batches, temperature)
+        if shortcut in (Shortcut.FUSED, Shortcut.FLASH3):
+            gradients = gradient_distance(cast(FsdpPolicy, policy), batches, temperature, shortcut)
         means = all_reduce_sum(
             {"with": float(base[0].sum()), "without": float(plain[0].sum()), "K": base.shape[1]}
         )
@@ -170,14 +174,16 @@ def scored(policy: Policy, batches: list[MicroBatch], temperature: float) -> Ten
     return torch.cat([torch.empty(2, 0, dtype=torch.float64), *ordered], dim=1)
 
 
-def gradient_distance(policy: FsdpPolicy, batches: list[MicroBatch], temperature: float) -> float:
-    """Return how far all parameters' norms of gradients with and without fused kernels are apart,
+def gradient_distance(
+    policy: FsdpPolicy, batches: list[MicroBatch], temperature: float, shortcut: Shortcut
+) -> float:
+    """Return how far all parameters' norms of gradients with and without a shortcut are apart,
     relative to those without; inf if a number is not finite. Collective.
     """
-    fused = policy.gradient_norms(batches, temperature)
-    with without(Shortcut.FUSED):
+    faster = policy.gradient_norms(batches, temperature)
+    with without(shortcut):
         plain = policy.gradient_norms(batches, temperature)
-    return float(((fused - plain).norm() / plain.norm()).nan_to_num(nan=float("inf")))
+    return float(((faster - plain).norm() / plain.norm()).nan_to_num(nan=float("inf")))
 
 
 def distance(base: Tensor, plain: Tensor) -> float:

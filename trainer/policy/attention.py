@@ -17,12 +17,14 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from itertools import groupby
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import attention as flash
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
@@ -306,8 +308,27 @@ def _kernel_takes(query: Tensor, value: Tensor, dropout: float) -> bool:
     size = query.shape[-1]
     if not query.is_cuda or torch.cuda.get_device_capability(query.device) < (8, 0):
         return False  # FlashAttention needs Ampere or newer
+    _choose_flash()
     half = query.dtype in (torch.bfloat16, torch.float16)
     return half and dropout == 0.0 and size == value.shape[-1] and size <= 256 and size % 8 == 0
+
+
+def has_flash3() -> bool:
+    """Return True on a Hopper with FlashAttention 3's package, whose kernels torch then takes in
+    place of its own (`torch.nn.attention._fa3`).
+    """
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return hopper and find_spec("flash_attn_interface") is not None
+
+
+def _choose_flash() -> None:
+    """Make torch's FlashAttention, in the whole process, the one that is to be used."""
+    wanted = "FA3" if in_use(Shortcut.FLASH3) and has_flash3() else None
+    if wanted != flash.current_flash_attention_impl():
+        if wanted is None:
+            flash.restore_flash_attention_impl()
+        else:
+            flash.activate_flash_attention_impl(wanted)
 
 
 AttentionInterface.register(NAME, attention)

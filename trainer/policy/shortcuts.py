@@ -11,6 +11,7 @@ class Shortcut(StrEnum):
     PREFIXES = "prefixes"  # common beginnings of sequences once (`batch.share_prefixes`)
     HEAD = "head"  # the output head in blocks of the vocabulary, with sums wider than the operands
     SINKS = "sinks"  # attention sinks from the kernel's log-sum-exp
+    FLASH3 = "flash3"  # FlashAttention 3 in place of torch's own
     FUSED = "fused"  # norms, rotary embeddings and gates as compiled kernels (`policy.compile`)
 
 

@@ -1,6 +1,7 @@
 """Attention with sinks and soft caps against a softmax over all scores, one sequence and one head at a time."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.policy import attention
+from trainer.policy.shortcuts import Shortcut, without
 
 LENGTHS = [7, 7, 3, 1, 12]
 STARTS = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
@@ -160,3 +162,23 @@ def test_ranks_that_share_sequences_use_the_sinks_of_their_heads(
         )
         out, _ = attention.attention(torch.nn.Identity(), *heads, None, token_parts=(15, 15), **settings)
         torch.testing.assert_close(out, full.chunk(2, dim=2)[number])
+
+
+@pytest.mark.parametrize(("major", "there"), [(9, True), (9, False), (8, True)])
+def test_a_hopper_takes_flashattention_3_if_its_package_is_there(
+    major: int, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, and torch's own again where the run does without."""
+    active: list[str | None] = [None]
+    monkeypatch.setattr(attention.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention.torch.cuda, "get_device_capability", lambda *_: (major, 0))
+    monkeypatch.setattr(attention, "find_spec", lambda name: name if there else None)
+    monkeypatch.setattr(attention.flash, "current_flash_attention_impl", lambda: active[-1])
+    monkeypatch.setattr(attention.flash, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(attention.flash, "restore_flash_attention_impl", lambda: active.append(None))
+    takes = SimpleNamespace(shape=(1, 64), is_cuda=True, device=None, dtype=torch.bfloat16)
+    for _ in range(2):
+        assert attention._kernel_takes(takes, takes, 0.0)
+    with without(Shortcut.FLASH3):
+        assert attention._kernel_takes(takes, takes, 0.0)
+    assert active == ([None, "FA3", None] if major == 9 and there else [None])
